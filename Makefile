@@ -23,7 +23,7 @@ OPTIONS = $(if $(VRAM),--vram "$$VRAM") $(if $(MODEL),$(if $(SIZE),--width "$$SI
 	$(if $(SEED),--seed "$$SEED") $(if $(STEPS),--steps "$$STEPS") \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
-.PHONY: help picture install test test-rooms test-all test-hosts test-others test-simulated-gpu test-oldest fuzz faults tables lint format docs dist gpu gpu-pack clean
+.PHONY: help picture install test test-rooms test-all test-hosts test-others test-simulated-gpu test-oldest fuzz faults tables planted lint format docs dist gpu gpu-pack clean
 .DELETE_ON_ERROR:
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo 'make fuzz                           ten thousand hostile inputs, as many GGUF headers and caches; the worst memory'
 	@echo 'make faults                         runs that are disturbed everywhere, in every way: benchmarks/faults.md'
 	@echo 'make tables [TABLE="cards plans"]   make the computed tables of benchmarks/ anew, within an hour; resumes'
+	@echo 'make planted [FAULTS="cache nodes"] small faults in our code, one at a time: each is seen by its tests'
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
 	@echo 'make docs                           the book of docs/, into build/book; no broken link'
 	@echo 'make dist                           wheel and sdist, into dist/'
@@ -147,6 +148,10 @@ faults: $(VENV)/.test
 # Once, at the end of a piece of work, on what is committed: each table names the commit that it was computed by.
 tables: $(VENV)/.test
 	$(BIN)/python -m benchmarks tables $(TABLE)
+
+# Each fault in a copy of the tree, where its own tests alone run; red where one is seen by nobody.
+planted: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/planted.py --jobs 2 $(FAULTS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

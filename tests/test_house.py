@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+import planted
 import pytest
 
 from sd_lowvram import errors
@@ -135,3 +136,14 @@ def test_nothing_draws_from_a_generator_of_the_process() -> None:
             if node.func.attr == "manual_seed" and bare and node.func.value.id == "torch":
                 found.append((file.name, node.lineno))
     assert not found
+
+
+def test_every_planted_fault_has_its_place_and_its_tests() -> None:
+    """What ``make planted`` replaces occurs once in its file, which stays Python, and the tests that see it exist."""
+    found = planted.faults()
+    assert len(found) >= 40
+    for fault in found:
+        compile(planted.with_fault(fault), fault["file"], "exec")
+        for test in fault["tests"].split():
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), test

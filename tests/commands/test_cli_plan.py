@@ -197,6 +197,27 @@ def test_what_is_told_again_is_what_would_be_planned(folder: Path, free: Any, mo
     assert len(budgets) < len(made) < 2 * len(budgets)
 
 
+@pytest.mark.slow(10)
+def test_a_plan_is_made_anew_when_its_model_or_its_machine_is_another(
+    folder: Path, free: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    free(9 * GIB)
+    made: list[int] = []
+    make = search.make_plan
+    monkeypatch.setattr(search, "make_plan", lambda *given: (made.append(1), make(*given))[1])
+    changes = (
+        lambda: None,
+        lambda: os.utime(folder / "unet" / "config.json"),
+        (tmp_path / "cache" / "a-measurement.json").touch,
+        lambda: monkeypatch.setenv("OMP_NUM_THREADS", "3"),
+    )
+    for number, change in enumerate(changes, 1):
+        change()
+        planned(folder)
+        planned(folder)
+        assert len(made) == number
+
+
 def test_plans_for_a_gpu_ask_what_is_free_there(folder: Path, free: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """torch alone tells; where it has no GPU after all, what the host has free counts."""
     monkeypatch.setattr(early, "_GPUS", (str(tmp_path),))

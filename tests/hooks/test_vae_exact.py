@@ -57,6 +57,14 @@ def test_lora_has_its_whole_effect(loaded: str) -> None:
     assert tiny.relative_error(pixels, plain) > 1e-2
 
 
+def test_large_numbers_are_numbers_though_their_sum_is_none() -> None:
+    large = torch.full((1, 4, 2, 2), 3e38)
+    assert overflow.is_finite(large) and overflow.is_finite(torch.full((4, 4), 6e4, dtype=torch.float16))
+    for value in (float("nan"), float("inf"), -float("inf")):
+        large[0, 0, 0, 0] = value
+        assert not overflow.is_finite(large)
+
+
 def test_another_activation_is_refused() -> None:
     vae = autoencoder()
     vae.decoder.up_blocks[0].resnets[0].nonlinearity = nn.GELU()

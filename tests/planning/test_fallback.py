@@ -19,8 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import sd_lowvram
 from sd_lowvram import Settings
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
+from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning import fallback
 from sd_lowvram.planning.fallback import Shortage
 from sd_lowvram.planning.fallback_steps import AS_BEFORE, ladder
@@ -144,6 +146,22 @@ def test_what_was_lossless_stays_so(pipe: Any, monkeypatch: pytest.MonkeyPatch) 
     plans = on_a_card(pipe, monkeypatch, approximate=True)
     precisions = {plan.settings.precision for plan in plans}, {plan.settings.weight_storage for plan in plans}
     assert len(plans) > 3 and all(len(each) == 1 for each in precisions)
+
+
+@pytest.mark.slow(6)
+def test_of_host_memory_weights_in_their_file_give_theirs_up_first() -> None:
+    config = tiny.config("sd15")
+    config["unet"] |= {"block_out_channels": [64, 128, 256, 256]}  # larger than the ring
+    anatomy = anatomy_of_components("diffusers", build_components(config, torch.float16, "meta", only=("unet",)))
+    asked = Request(64, 64, 1, 1 << 30, 1 << 30, torch.device("cuda"), profile("rtx3060"))
+    fixed = Settings(offload="layer")
+    plans = [make_plan(anatomy, asked, fixed)]
+    make = functools.partial(make_plan, anatomy)
+    for _ in range(2):
+        plans.append(fallback.leaner(plans[-1], Shortage("unet", of_host=True), fixed, make))
+    first, again, less = (plan.predicted.host_bytes for plan in plans)
+    assert [step.name for step in plans[2].fallback_steps] == [AS_BEFORE, "weights from their file"]
+    assert max(stage.least_host_bytes for stage in plans[0].stages) == less < again == first
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("std::bad_alloc"), None], ids=repr)

@@ -24,6 +24,7 @@ from sd_lowvram.errors import BudgetError
 from sd_lowvram.memory import pinned
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.cost_model import Pricing
+from sd_lowvram.planning.host_resident import read_bytes
 from sd_lowvram.planning.plan import Candidate, Request
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import attached
@@ -325,6 +326,32 @@ def test_half_of_the_memory_beside_a_named_card_is_locked(anatomy: Any, offload:
     least, _ = plenty.alike["ram"]
     assert 2 * weights < least < 2 * (weights + 2 * RING_BYTES)
     assert plan(int(least)).predicted == plenty.predicted
+
+
+def test_parked_maps_take_their_share_of_the_memory(anatomy: Any) -> None:
+    """Weights that can stay in their file leave parked maps their bytes: of the memory, and of its locked half."""
+    most, settings = RING_BYTES + weight_bytes(anatomy.denoiser_module) // 2, Settings(offload="layer", park_skips=True)
+    asked = Request(128, 128, 1, GIB, most, GPU, RATES)
+    scarce, half = (make_plan(anatomy, one, settings) for one in (asked, dataclasses.replace(asked, ram=2 * most)))
+    assert denoising(scarce).parked_bytes > 0
+    assert scarce.predicted.host_bytes <= most and half.predicted.locked_bytes <= most
+
+
+def test_the_least_memory_holds_what_the_engine_takes(tmp_path: Path) -> None:
+    unet = build_components(CONFIG, torch.float16, only=("unet",))["unet"].requires_grad_(False)
+    save_file(unet.state_dict(), tmp_path / "unet.safetensors")
+    unet.load_state_dict(load_file(tmp_path / "unet.safetensors"), assign=True)
+    asked = dataclasses.replace(request(GIB), device=torch.device("cpu"))
+    least = make_plan(anatomy_of_components("diffusers", {"unet": unet}), asked, Settings(offload="layer"))
+    with host_budget(least.minimum_ram_bytes), attached(unet, Settings(offload="layer"), device="cpu") as attachment:
+        weights = stream_of(attachment)._host_weights
+        assert weights.ring_bytes + weights.pinned_bytes + weights.held_bytes <= least.minimum_ram_bytes
+
+
+def test_memory_holds_first_what_a_step_uses_first() -> None:
+    weights = {"text_encoder": 3, "unet": 10, "vae": 5}
+    read = {name: read_bytes(name, ("unet", "vae"), weights, 12) for name in weights}
+    assert read == {"text_encoder": 0, "unet": 0, "vae": 3}
 
 
 def test_other_programs_memory_is_not_locked(monkeypatch: Any) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from families import controlled
+from safetensors.torch import load_file, save_file
 
 import sd_lowvram
 from sd_lowvram import Fidelity, Settings
@@ -210,6 +212,27 @@ def test_a_controlnet_is_counted() -> None:
     assert make_plan(anatomy, request(both.minimum_vram_bytes), Settings()).settings.offload in STREAMED
 
 
+def test_components_that_take_turns_in_a_step_are_copied_in_each(anatomy: Any) -> None:
+    from diffusers import ControlNetModel
+
+    unet = anatomy.components["unet"]
+    with torch.device("meta"):
+        net = ControlNetModel.from_unet(unet, load_weights_from_unet=False)
+    both = anatomy_of_components("diffusers", {"controlnet": net, "unet": unet})
+
+    def seconds(offload: str, steps: int) -> float:
+        return make_plan(both, request(GIB, steps=steps), Settings(offload=offload)).predicted.seconds
+
+    copied, held = (seconds(offload, 11) - seconds(offload, 1) for offload in ("component", "none"))
+    assert copied - held == pytest.approx(10 * weight_bytes(net, unet) / RATES.copy_bandwidth, rel=0.01)
+
+
+def test_a_step_of_two_calls_takes_twice_as_long(anatomy: Any) -> None:
+    one, two = (make_plan(anatomy, request(GIB, calls=calls), Settings()) for calls in (1, 2))
+    steps = [next(stage for stage in plan.stages if stage.name == "denoise").seconds for plan in (one, two)]
+    assert steps[1] == pytest.approx(2 * steps[0])
+
+
 def test_fixed_knobs_stay(anatomy: Any) -> None:
     fixed = Settings(offload="layer", vae_tiles="exact", vae_map="recomputed", attention="sliced", precision="bf16")
     plan = make_plan(anatomy, request(GIB), fixed)
@@ -315,6 +338,14 @@ def test_weights_that_are_in_memory_already_are_not_asked_for_again(monkeypatch:
     assert sd_lowvram.plan(pipe, vram="1GB", ram="1GB").request.ram == GIB
 
 
+def test_weights_in_their_file_are_no_memory_that_is_held(tmp_path: Path, monkeypatch: Any) -> None:
+    unet = tiny.pipeline("sd15").unet
+    save_file(unet.state_dict(), tmp_path / "unet.safetensors")
+    unet.load_state_dict(load_file(tmp_path / "unet.safetensors"), assign=True)
+    monkeypatch.setattr("sd_lowvram.planning.request.available_ram", lambda: GIB)
+    assert sd_lowvram.plan(unet, vram="1GB", device="cpu", width=64, height=64).request.ram == GIB
+
+
 def test_more_steps_take_longer() -> None:
     pipe = tiny.pipeline("sd15")
     short, long = (sd_lowvram.plan(pipe, vram="1GB", ram="1GB", steps=steps) for steps in (5, 50))
@@ -358,6 +389,23 @@ def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> 
     monkeypatch.setattr("sd_lowvram.planning.stage_costs.trace_equals_once", lambda *_: pytest.fail("traced again"))
     monkeypatch.setattr("sd_lowvram.tracing.fake_model.fake_copy", lambda *_: pytest.fail("copied again"))
     assert make_plan(anatomy, request(GIB), Settings()) == first
+
+
+@pytest.mark.slow(7)
+def test_costs_are_those_of_a_model_and_a_size(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    config = tiny.config("sd15")
+    config["unet"] |= {"block_out_channels": [32, 64, 64, 32]}
+    other = anatomy_of_components("diffusers", build_components(config, device="meta"))
+    asked = ((anatomy, 64), (anatomy, 128), (other, 64))
+
+    def plans(*folders: str) -> list[Any]:
+        found = []
+        for folder, (model, size) in zip(folders, asked, strict=True):
+            monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / folder))
+            found.append(make_plan(model, request(GIB, size), Settings(offload="none", vae_tiles="off")).predicted)
+        return found
+
+    assert plans("shared", "shared", "shared") == plans("first", "second", "third")
 
 
 def test_what_a_broken_model_raises_is_all_that_is_told() -> None:

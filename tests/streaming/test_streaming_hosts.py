@@ -54,6 +54,8 @@ def test_lora_has_its_whole_effect(way: str) -> None:
         both("delete_adapters", "second")
         same(False)
     same(False)
+    for module in pipe.unet.modules():
+        assert not [key for key in vars(module) if "lowvram" in key or key == "forward"]
 
 
 def test_lora_with_layers_split_by_rows() -> None:
