@@ -316,8 +316,9 @@ def test_bounds(size: int, batch: int, capsys: pytest.CaptureFixture[str]) -> No
     with capsys.disabled():
         print(f"\nCompVis {size}x{size}, batch {batch}: {traced.activation_peak_bytes / MIB:.1f} MiB")
     assert traced.activation_peak_bytes <= BOUNDS[size]
-    theirs = test_unet_memory.traced(SMALLEST, size, batch).activation_peak_bytes
-    assert traced.activation_peak_bytes == pytest.approx(theirs, rel=0.05)
+    if size == 512:
+        theirs = test_unet_memory.traced(SMALLEST, size, batch).activation_peak_bytes
+        assert traced.activation_peak_bytes == pytest.approx(theirs, rel=0.05)
 
 
 @pytest.mark.parametrize(
