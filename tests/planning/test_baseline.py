@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 from plan_baseline import ROWS, differences, plan_of, with_remedy
+
+from sd_lowvram.units import GIB, MIB
 
 FAST = [
     row
@@ -20,6 +23,16 @@ def test_plans_are_those_of_the_file_and_refusals_name_what_fits() -> None:
     assert not [(asked, figures) for asked, figures in moved if figures], "make plans PLANS=write stores those of now"
     refused = [row for row in FAST if "needed" in row["planned"]]
     assert all("peak" in plan_of(with_remedy(row["asked"], row["planned"])) for row in refused)
+
+
+def test_plans_of_the_file_keep_their_budgets_and_more_memory_is_no_slower() -> None:
+    """Of the rows that were planned since settings are stored."""
+    rows = [row for row in ROWS if {"peak", "settings"} <= row["planned"].keys()]
+    for (asked, plan), (other, faster) in itertools.product([(row["asked"], row["planned"]) for row in rows], repeat=2):
+        assert plan["least_peak"] <= plan["peak"] <= asked["vram_mib"] * MIB and plan["host"] <= asked["ram_gib"] * GIB
+        more = other["vram_mib"] >= asked["vram_mib"] and other["ram_gib"] >= asked["ram_gib"]
+        if more and asked | {"vram_mib": 0, "ram_gib": 0} == other | {"vram_mib": 0, "ram_gib": 0}:
+            assert faster["seconds"] <= 1.001 * plan["seconds"], (asked, other)
 
 
 def test_what_moves_is_seen() -> None:
