@@ -32,7 +32,7 @@ from sd_lowvram.batches.painter import Painted
 from sd_lowvram.commands.inputs import Job
 from sd_lowvram.saved_latents.interval import Interval
 
-COUNT = 40
+COUNT = 16
 NO_RAY = 'no Ray: pip install "sd-lowvram[ray]"'
 WHERE = ["local", pytest.param("ray", marks=pytest.mark.skipif(not importlib.util.find_spec("ray"), reason=NO_RAY))]
 

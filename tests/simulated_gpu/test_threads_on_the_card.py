@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sd_lowvram import attached, trace
 
-TIMES = 50
+TIMES = 15
 
 
 @pytest.fixture(scope="module")

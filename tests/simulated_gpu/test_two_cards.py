@@ -20,7 +20,7 @@ from sd_lowvram.session import attach, attachments
 
 CARDS = torch.device("cuda", 0), torch.device("cuda", 1)
 CPU = torch.device("cpu")
-TIMES = 50
+TIMES = 15
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,7 @@ def test_asked_to_end_it_saves_after_the_step_at_hand(ground: Path, number: int)
     assert torch.load(ground / f"asked{number}.training.pt", weights_only=True)["step"] == 3
 
 
+@pytest.mark.rare
 @pytest.mark.slow(30)
 def test_it_goes_on_with_another_number_of_threads_in_a_folder_that_is_new(ground: Path) -> None:
     threads = torch.get_num_threads()

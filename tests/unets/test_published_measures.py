@@ -89,6 +89,7 @@ def test_the_clip_score_is_that_of_the_model_itself(caches: Path) -> None:
         clip_of(snapshot)
 
 
+@pytest.mark.rare
 @pytest.mark.slow(60)
 def test_the_values_are_torchmetrics_own(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With random weights of the real Inception network, and a small CLIP model; nothing is fetched."""

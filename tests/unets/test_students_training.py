@@ -51,6 +51,7 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
+@pytest.mark.rare
 @pytest.mark.slow(60)
 def test_teacher_and_students_are_trained_by_one_command_that_goes_on(archives: Path) -> None:
     small = ["--alone=1", "--together=6", "--held=3", "--batch=2", "--decoder-steps=1", "--judge-steps=2"]
