@@ -34,8 +34,8 @@ OFTEN = [
     Settings(offload=offload, **more)
     for offload in ("layer", "blocks", "halves", "component")
     for more in ({"precision": "fp16-storage"}, {"weight_storage": "int8"}, {"guidance_in_turn": True})
-]
-"""Together with what moves the weights."""
+] + [Settings(feed_forward_chunks=5, residual_strips=3, transformer_chunks=4, park_skips=True, guidance_in_turn=True)]
+"""Together with what moves the weights, and all that cuts a UNet's maps."""
 WANTED = ("inputs", "text", "parameters", "some parameters")
 TOLERANCE = {Fidelity.BITWISE: 0.0, Fidelity.ROUNDING: 1e-4}
 NARROWS = ("precision", "weight_storage")
@@ -64,12 +64,12 @@ def tolerance(settings: Settings) -> float | None:
 class Case:
     """A UNet or an autoencoder in float32, of which only what is ``wanted`` requires gradients, and its loss."""
 
-    def __init__(self, part: str, wanted: str, device: str = "cpu", kind: str = "") -> None:
+    def __init__(self, part: str, wanted: str, device: str = "cpu", model: Any = None) -> None:
         self.part, self.wanted, self.device = part, wanted, device
-        self.model = tiny.components(kind)[part] if kind else getattr(tiny.tiniest(), part)
+        self.model = getattr(tiny.tiniest(), part) if model is None else model
         noise = torch.Generator().manual_seed(0)
         self.inputs = torch.randn(2, 4, 40, 40, generator=noise)
-        self.text = torch.randn(2, 7, 32 if kind else 8, generator=noise)
+        self.text = torch.randn(2, 7, getattr(self.model.config, "cross_attention_dim", 8), generator=noise)
         used = {"unet": "", "vae": "decoder."}[part] + ("mid_block" if wanted == "some parameters" else "")
         every = self.model.requires_grad_(False).named_parameters()
         self.weights = [weight for name, weight in every if name.startswith(used)] if "parameters" in wanted else []
