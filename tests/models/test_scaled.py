@@ -149,7 +149,7 @@ REFUSED = {
         "a.comfy_quant": torch.tensor(list(b'{"format": "int8_tensorwise", "convrot": true}'), dtype=torch.uint8)
     },
     "nf4": {"a.weight.quant_state.bitsandbytes__nf4": torch.zeros(2, dtype=torch.uint8)},
-    "no table": {"a.comfy_quant": torch.tensor(list(b"[1"), dtype=torch.uint8)},
+    "not a table": {"a.comfy_quant": torch.tensor(list(b"[1"), dtype=torch.uint8)},
 }
 
 

@@ -12,10 +12,13 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _OURS = "sd_lowvram"
+_CHECKOUT = str(Path(__file__).parents[2])
+"""The folder whose places on ``sys.path`` are compared: torch's compiler adds some of its own."""
 _THEIRS = ("torch", "diffusers", "transformers")
 _PATCHED = ("torch", "torch.nn.functional", "torch.cuda")
 """Modules of others whose functions are compared; of the rest, their classes."""
@@ -31,6 +34,7 @@ _ONCE = {
     "environment CUDA_MODULE_LOADING",
     "environment PYTEST_CURRENT_TEST",
     "environment TORCHINDUCTOR_CACHE_DIR",
+    "environment _TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "environment TRITON_CACHE_DIR",
     "environment TRITON_PTXAS_PATH",
     *(f"thread {name}" for name in ("InductorSubproc", "subproc_worker_timer", "tqdm_monitor")),
@@ -40,6 +44,8 @@ _ONCE = {
     "torch.nn.modules.module.Module.__setstate__",
 }
 """State that pytest, torch's compiler, transformers and tqdm set in every process that uses them, and nobody undoes."""
+_BY_DYNAMO = ("__resume_at_", "__compiled_fn_")
+"""Beginnings of the names of functions that torch's compiler stores in the module of what it compiles."""
 
 
 class Namespaces:
@@ -96,6 +102,7 @@ class Namespaces:
                     now, then = space.get(key, _ABSENT), before.get(key, _ABSENT)
                     if name.startswith(_OURS):
                         loaded = then is _ABSENT and (isinstance(now, ModuleType) or not callable(now))
+                        loaded = loaded or key.startswith(_BY_DYNAMO)
                     else:
                         loaded = then is _ABSENT or not callable(then)
                     if now is not then and not loaded and f"{name}.{key}" not in _ONCE:
@@ -153,7 +160,7 @@ def _process_state() -> dict[str, Any]:
         "current directory": os.getcwd(),
         "umask": oct(mask),
         "signal handlers": [signal.getsignal(number) for number in numbers],
-        "sys.path": list(sys.path),
+        "sys.path": [place for place in sys.path if place.startswith(_CHECKOUT) and "site-packages" not in place],
         "hooks of exceptions": (sys.excepthook, threading.excepthook),
         "logging": logging.root.manager.disable,
         "garbage collection": (gc.isenabled(), gc.get_threshold()),
