@@ -285,7 +285,7 @@ def test_interrupted_in_the_middle(model, tmp_path):
     assert "interrupted" in rest and "Traceback" not in rest
     left = {path.name for path in tmp_path.rglob("*")}
     assert left in (set(), {"out", "a.latents.safetensors"})  # nothing, where no step was done yet
-    assert bool(left) == ("sd-lowvram resume out/a.latents.safetensors goes on" in rest)
+    assert bool(left) == ("sd-lowvram resume out/a.latents.safetensors continues" in rest)
 
 
 SWALLOWED = """

@@ -154,7 +154,7 @@ def test_what_does_not_go_on_is_told_by_name(forked, tmp_path):
     (tmp_path / "cut.latents.safetensors").write_bytes(kept[:-9])
     (tmp_path / "empty").mkdir()
     for arguments, told in (
-        (("out.latents.safetensors", "--model", "other"), "is of a run of another model than other is now"),
+        (("out.latents.safetensors", "--model", "other"), "is of a run of another model than other"),
         (("newer.latents.safetensors",), "was written by sd-lowvram 9.9, and this is"),
         (("cut.latents.safetensors",), "truncated"),
         (("empty",), "holds no saved latents"),

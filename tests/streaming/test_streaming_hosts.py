@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -99,7 +100,7 @@ def _change_once(layer: Any, done: set[Any]) -> None:
 
 @pytest.mark.parametrize("extra", [controlnet, adapter])
 def test_residuals_from_outside(extra: Any) -> None:
-    unet = unet_of("sd15")
+    unet = families.parts("sd15")["unet"]  # as deep as the residuals are
     expected = run(unet, **extra())
     for way in ("layer", "little"):
         with attached(unet, WAYS[way], device="cpu"):
