@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import os
 import random
 import tempfile
@@ -125,10 +126,16 @@ def shuffle(items: list[pytest.Item]) -> None:
     items[:] = [item for file in drawn for item in files[file]]
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     shuffle(items)
+
+    rare = frozenset(json.loads(Path(__file__).with_name("data").joinpath("rare.json").read_text(encoding="utf-8")))
+    for item in items:
+        if item.nodeid in rare:
+            item.add_marker("rare")
 
     if not torch.cuda.is_available():
         for item in items:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -147,3 +148,9 @@ def test_every_planted_fault_has_its_place_and_its_tests() -> None:
         for test in fault["tests"].split():
             file, _, name = test.partition("::")
             assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), test
+
+
+def test_rare_tests_exist() -> None:
+    for test in json.loads((ROOT / "tests" / "data" / "rare.json").read_text(encoding="utf-8")):
+        file, _, name = test.partition("[")[0].partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), test

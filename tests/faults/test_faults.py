@@ -23,7 +23,7 @@ OUTCOMES = {
 
 
 WHERE = ("unet.mid_block", "vae.decoder.up_blocks.1")
-SHORT = (("out of memory", "SIGKILL", "full disk"), ("NaN", "truncated checkpoint", "KeyboardInterrupt"))
+SHORT = (("full disk",), ("NaN", "truncated checkpoint"))
 """Faults at each of these places."""
 
 
@@ -38,7 +38,8 @@ def test_no_run_is_lost(faults: tuple[tuple[str, ...], ...]) -> None:
     for row in found:
         in_unet, in_decoder = OUTCOMES.get(row["fault"], (fault_table.RESUMED, fault_table.RESUMED))
         assert row["outcome"] == (in_unet if row["place"] == WHERE[0] else in_decoder), row
-    assert "\n".join(fault_table.lines(found)).count(fault_table.RESUMED) >= len(found) - 3
+    resumed = sum(row["outcome"] == fault_table.RESUMED for row in found)
+    assert "\n".join(fault_table.lines(found)).count(fault_table.RESUMED) > resumed  # its legend, too
 
 
 class Fault:
