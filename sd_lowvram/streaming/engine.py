@@ -91,6 +91,7 @@ class Stream:
         # (id(module), entry) -> patch of a layer that was there when the hooks were attached
         self._patches = {(id(layer.module), layer.entry): self._patch(layer) for layer in layers_of(self._components)}
         self._later: dict[tuple[int, str], Patch] = {}  # the same for layers that a host has added since
+        self._taken_off: set[tuple[int, str]] = set()  # those of _patches whose layers are not called by themselves now
         self._orders: dict[str, list[str]] = {}  # model -> names of its layers in the order in which a run called them
         self._known: list[Any] | None = None  # signature of the models at the last survey; None: survey again
         self._tensors: list[Tensor] = []  # weights of all layers, each once, streamed ones first
@@ -415,6 +416,10 @@ class Stream:
         for key, patch in self._patches.items():
             if key not in wanted:
                 take_off(patch)
+                self._taken_off.add(key)
+            elif key in self._taken_off:  # a LoRA that wrapped its layer is gone
+                set_patch(patch)
+                self._taken_off.remove(key)
         for key, layer in wanted.items():
             if key not in self._patches and key not in self._later:
                 self._later[key] = self._patch(layer)

@@ -16,6 +16,7 @@ from test_unet_hosts import adapter, add_lora, controlnet
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import ConflictError
+from sd_lowvram.patches import roles_of
 from sd_lowvram.session import attach
 
 STREAMED = {way: WAYS[way] for way in ("layer", "halves", "blocks")}
@@ -128,6 +129,22 @@ def test_controlnet_shares_the_room_with_the_unet(way: str) -> None:
     with attached(pipe, STREAMED[way], device="cpu"):
         assert torch.equal(tiny.run(pipe, **options), expected)
         assert torch.equal(tiny.run(pipe, **options), expected)
+
+
+def test_a_layer_is_streamed_again_when_its_lora_has_gone() -> None:
+    """The LoRA's wrapper has taken its place in the list of layers, and its patch is set again."""
+    unet = families.parts("sd15")["unet"]
+    layer = unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
+    before = run(unet)
+    with attached(unet, WAYS["layer"], device="cpu"):
+        run(unet)
+        streamed = roles_of(layer)
+        add_lora(unet)
+        assert tiny.relative_error(run(unet), before) > 1e-3
+        unet.unload_lora()
+        assert torch.equal(run(unet), before)
+        assert unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q is layer
+        assert streamed and roles_of(layer) == streamed
 
 
 def test_ip_adapter_layers_are_streamed() -> None:
