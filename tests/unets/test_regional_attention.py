@@ -353,5 +353,6 @@ def test_bad_input_is_told(arguments: list[str], why: str) -> None:
 
 @pytest.mark.parametrize("value", [0, "wide", 2.5])
 def test_a_configuration_that_makes_no_sense_is_told(value: Any) -> None:
+    config = {**regional().config, "_class_name": type(regional()).__name__, "regions": value}
     with pytest.raises(BadInputError, match="is not a side of a region"):
-        build_components({"unet": {**regional().config, "regions": value}}, device="meta")
+        build_components({"unet": config}, device="meta")
