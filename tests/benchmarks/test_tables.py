@@ -100,7 +100,7 @@ def test_every_table_is_rendered_or_was_made_once() -> None:
 
 
 def in_history(*words: str) -> bool:
-    """Whether git has it; where there is no whole history, the test is skipped."""
+    """True if git has it; skip the test where the history is not whole."""
 
     def told(*asked: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *asked], cwd=ROOT, capture_output=True, text=True, check=False)

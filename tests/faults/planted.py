@@ -64,7 +64,7 @@ def tested(tree: Path, tests: list[str]) -> tuple[int, str]:
 
 
 def planted(tree: Path, fault: Fault) -> tuple[Fault, str, float]:
-    """What became of ``fault`` in a copy of ``tree``, and after how many seconds."""
+    """Outcome of ``fault`` in a copy of ``tree``, and the seconds it took."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = shutil.copytree(tree, Path(folder, "tree"), symlinks=True)

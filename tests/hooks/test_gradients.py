@@ -115,14 +115,14 @@ def test_gradients(part: str, settings: Settings) -> None:
 
 
 def wanted_of(part: str, settings: Settings) -> list[str]:
-    """What gradients are wanted of: of a decode not the text, and not what torch 2.13 itself crashes at (GroupNorm's
+    """Names whose gradients are wanted: of a decode not the text, and not what crashes torch 2.13 itself (GroupNorm's
     backward on a CPU, channels last, by its weights alone)."""
     without = {"text", "some parameters" if settings.channels_last else ""} if part == "vae" else set()
     return [wanted for wanted in WANTED if wanted not in without]
 
 
 def refused(part: str, settings: Settings, wanted: str) -> str | None:
-    """What the error says where these settings are meant to be refused, or None."""
+    """Message of the error if these settings are meant to be refused, or None."""
     keys = [key for name, _, value in settings.decided() for key in (name, f"{name}={value}")]
     told = [REFUSED[part][key] for key in keys if key in REFUSED[part]]
     if not told and settings.weight_storage and "parameters" in wanted:

@@ -131,7 +131,7 @@ def test_a_knob_that_claims_too_much_fails(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("family", "task"), TASKS)
 def test_all_together(family: str, task: str) -> None:
-    """With every level, block and attention of a family."""
+    """Return components with every level, block and attention of a family."""
     pipe = tiny.pipeline(family, task)
     expected = drawn(pipe)
     for settings in TOGETHER:
