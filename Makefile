@@ -107,6 +107,7 @@ test-others: $(VENV)/.test
 
 # What a card does, on one that is simulated under torch's CUDA build. Its environment (5 GB) is stored in the user's cache
 # folder, under a digest of what is installed there, and serves all clones. SIMULATED_GPU=required: fail without gcc and g++.
+# WHICH= runs rare tests too.
 GPU_VENVS = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/sd-lowvram/simulated-gpu
 GPU_VENV ?= $(GPU_VENVS)/$(shell { "$(PYTHON)" --version; cat constraints.txt; sed -n '/^test = /,/^]/p' pyproject.toml; } | cksum | tr ' ' -)
 SIMULATED_GPU ?= asked
@@ -118,7 +119,7 @@ test-simulated-gpu:
 
 .PHONY: simulated-gpu
 simulated-gpu: $(VENV)/.cuda
-	PYTHONPATH="$(CURDIR)" SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/simulated_gpu \
+	PYTHONPATH="$(CURDIR)" SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(WHICH) tests/simulated_gpu \
 		$(wildcard tests/benchmarks/simulated_gpu tests/unets/simulated_gpu)
 
 # The oldest versions that are served, in an environment of their own. Three '=' pick torch as it is published.
