@@ -16,7 +16,7 @@ from .hooks.precision import force_upcast
 from .memory.threads import pause_models
 from .models.anatomy import Anatomy
 from .models.causal_autoencoder import FRAMES
-from .models.latents import has_frames, latent_channels, pixel_channels, scale_factor, unpacked
+from .models.latents import has_frames, latent_channels, pixel_channels, scale_factor, unpack
 from .patches import Patch, roles_of
 from .planning.fallback import Shortage, fallback, leaner, shortage
 from .planning.followed_calls import told_of_autograd
@@ -276,7 +276,7 @@ def decode(
         BudgetError: nothing fits. BadInputError: no autoencoder, or latents of another shape.
     """
     anatomy = _autoencoder(vae)
-    latents = unpacked(anatomy, latents)
+    latents = unpack(anatomy, latents)
     shape = _checked_shape("latents", latents, latent_channels(anatomy), has_frames(anatomy))
     factor = scale_factor(anatomy)
     size: RunOptions = {"width": shape[-1] * factor, "height": shape[-2] * factor, "batch": shape[0]}

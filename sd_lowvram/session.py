@@ -27,7 +27,7 @@ from .memory.segments import begin_stage
 from .memory.threads import Place, all_places, carries, pause_models, place_of, turn
 from .models import dissect, dissect_any
 from .models.anatomy import Anatomy
-from .models.support import run_pipeline_on, unsupported
+from .models.support import run_pipeline_on, unsupported_error
 from .patches import RECORD, Change, Patch, carries_hooks, refuse_conflicts, set_patch, wrap
 from .settings import Settings, stated
 from .streaming.timing import StepTiming
@@ -179,7 +179,7 @@ def anatomy_of(target: Any, settings: Settings | None = None) -> Anatomy:
     placed = settings is not None and settings.offload is not None
     anatomy = dissect_any(target) if placed else dissect(target)
     if anatomy is None:
-        raise unsupported(target)
+        raise unsupported_error(target)
     return anatomy
 
 

@@ -52,14 +52,14 @@ def architecture(name: str) -> dict[str, Any]:
 
 def _transformer(name: str) -> dict[str, Any]:
     """Parts of one of today's models, some of which are common to several."""
-    told = _told_of_transformers()
-    parts = told["parts"]
-    return {key: parts[value] if key in MODELS else value for key, value in told["models"][name].items()}
+    description = _told_of_transformers()
+    parts = description["parts"]
+    return {key: parts[value] if key in MODELS else value for key, value in description["models"][name].items()}
 
 
 def _told_of_transformers() -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((DATA / "architectures" / "transformers.json").read_text(encoding="utf-8"))
-    return told
+    description: dict[str, Any] = json.loads((DATA / "architectures" / "transformers.json").read_text(encoding="utf-8"))
+    return description
 
 
 def parts_of_transformers() -> dict[str, dict[str, Any]]:
@@ -76,8 +76,8 @@ def schedulers_of_transformers() -> dict[str, dict[str, Any]]:
 
 def layers_per_block(config: Mapping[str, Any]) -> list[int]:
     """Layers of each down block, from the outside in; the opposite up block has one more."""
-    given, blocks = config["layers_per_block"], len(config["down_block_types"])
-    return [given] * blocks if isinstance(given, int) else [*given]
+    layers, blocks = config["layers_per_block"], len(config["down_block_types"])
+    return [layers] * blocks if isinstance(layers, int) else [*layers]
 
 
 AUTOENCODERS = ("sd15", "sdxl", "flux", "flux2", "qwen-image")
@@ -130,7 +130,7 @@ def build_components(
                 model = empty_model(config[component])
             # The base class's `to`: diffusers' own warns of parts kept in float32, of which these have none.
             model = torch.nn.Module.to(model, dtype or torch.float32).eval().requires_grad_(False)
-            models[component] = model if device == "meta" else _filled(model, torch.device(device), seed)
+            models[component] = model if device == "meta" else _fill_with_noise(model, torch.device(device), seed)
     return models
 
 
@@ -172,15 +172,15 @@ def class_of(config: Mapping[str, Any]) -> Any:
 
     name = str(config.get("_class_name"))
     doors.find()
-    found = doors.CLASSES[name]() if name in doors.CLASSES else getattr(diffusers, name, None)
-    if found is None:
+    cls = doors.CLASSES[name]() if name in doors.CLASSES else getattr(diffusers, name, None)
+    if cls is None:
         raise CheckpointError(
             f"a model of class {name} is known neither to diffusers nor to sd-lowvram as it is installed"
         )
-    return found
+    return cls
 
 
-def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
+def _fill_with_noise(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
     import torch
 
     from ..weights import draw_weights

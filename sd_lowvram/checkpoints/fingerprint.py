@@ -37,8 +37,8 @@ def _files(path: Path) -> list[tuple[str, Path]]:
     """The files of a model by their names in it; a single file that was renamed is the same."""
     if not path.is_dir():
         return [(".", path)]
-    found = sorted(file for file in path.rglob("*") if file.suffix.lower() in _READ and file.is_file())
-    named = [(file.relative_to(path).as_posix(), file) for file in found]
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _READ and file.is_file())
+    named = [(file.relative_to(path).as_posix(), file) for file in files]
     if is_split(path):
         named += [(name, weights_of(path / name).path) for name in MODELS if (path / name).is_dir()]
     return named

@@ -68,13 +68,13 @@ def gguf_header(path: Path) -> Header:
     """
     served = {kind.name for kind in _utils(path).dequantize_functions} | set(_PLAIN)
     tensors = {}
-    for one in read_gguf(path):
-        if one.kind.name not in served:
+    for entry in read_gguf(path):
+        if entry.kind.name not in served:
             raise CheckpointError(
-                f"{path} holds {one.name} in {one.kind.name}, which diffusers cannot widen: get the file in one of "
+                f"{path} holds {entry.name} in {entry.kind.name}, which diffusers cannot widen: get the file in one of "
                 f"{', '.join(sorted(served - set(_PLAIN)))}"
             )
-        tensors[one.name] = TensorEntry(one.kind.name, one.shape, one.begin, one.end)
+        tensors[entry.name] = TensorEntry(entry.kind.name, entry.shape, entry.begin, entry.end)
     return Header(tensors, {}, 0)
 
 
@@ -87,14 +87,14 @@ def gguf_weights(path: Path, *, meta: bool) -> dict[str, Tensor]:
     import torch
 
     utils = _utils(path)
-    whole = torch.empty(path.stat().st_size, dtype=torch.uint8, device="meta") if meta else _mapped(path)
+    whole = torch.empty(path.stat().st_size, dtype=torch.uint8, device="meta") if meta else _map_file(path)
     weights = {}
-    for one in read_gguf(path):
-        raw, name = whole[one.begin : one.end], one.kind.name
+    for entry in read_gguf(path):
+        raw, name = whole[entry.begin : entry.end], entry.kind.name
         if name in _PLAIN:
-            weights[one.name] = raw.view(getattr(torch, _PLAIN[name])).view(one.shape)
+            weights[entry.name] = raw.view(getattr(torch, _PLAIN[name])).view(entry.shape)
         else:
-            weights[one.name] = utils.GGUFParameter(raw.view(one.stored), quant_type=one.kind)
+            weights[entry.name] = utils.GGUFParameter(raw.view(entry.stored), quant_type=entry.kind)
     return weights
 
 
@@ -102,8 +102,8 @@ def widened_gguf(blocks: Tensor, computes: torch.dtype) -> Tensor:
     """The numbers in a ``GGUFParameter``."""
     from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
 
-    made: Tensor = dequantize_gguf_tensor(blocks)
-    return made.to(computes)
+    wide: Tensor = dequantize_gguf_tensor(blocks)
+    return wide.to(computes)
 
 
 def gguf_linear(blocks: Tensor, bias: Tensor | None, computes: torch.dtype) -> nn.Module:
@@ -120,7 +120,7 @@ def gguf_linear(blocks: Tensor, bias: Tensor | None, computes: torch.dtype) -> n
     return layer
 
 
-def _mapped(path: Path) -> Tensor:
+def _map_file(path: Path) -> Tensor:
     import torch
 
     return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
@@ -186,14 +186,16 @@ class _Reader:
             raise ValueError(f"it announces {count} tensors, more than {_MOST_TENSORS}")
         for _ in range(values):
             self._value()
-        told = [self._tensor() for _ in range(count)]
+        headers = [self._tensor() for _ in range(count)]
         begin = -(-self._at // self._alignment) * self._alignment
-        found = sorted((self._placed(begin, *one) for one in told), key=lambda one: (one.begin, one.end))
-        if len({one.name for one in found}) != count:
+        entries = sorted(
+            (self._place(begin, *header) for header in headers), key=lambda entry: (entry.begin, entry.end)
+        )
+        if len({entry.name for entry in entries}) != count:
             raise ValueError("a name stands there twice")
-        if any(one.end > after.begin for one, after in itertools.pairwise(found)):
+        if any(entry.end > after.begin for entry, after in itertools.pairwise(entries)):
             raise ValueError("two tensors are at the same place")
-        return found
+        return entries
 
     def _skip(self, length: int) -> int:
         """Pass over so many bytes; returns where they begin.
@@ -261,7 +263,7 @@ class _Reader:
         shape = struct.unpack(f"<{sides}Q", self._take(8 * sides))
         return name, shape[::-1], self._number("<I"), self._number("<Q")
 
-    def _placed(self, begin: int, name: str, shape: tuple[int, ...], number: int, offset: int) -> _Tensor:
+    def _place(self, begin: int, name: str, shape: tuple[int, ...], number: int, offset: int) -> _Tensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         kind = GGMLQuantizationType(number)

@@ -141,18 +141,18 @@ def model_path(model: str | Path | None) -> Path:
 def folder_configuration(path: Path) -> dict[str, Any]:
     """The configurations of a diffusers folder's models, of which its UNet or transformer must have one; with a
     transformer also of its pipeline, as :func:`architecture` has it."""
-    found: dict[str, Any] = {}
+    configs: dict[str, Any] = {}
     for name in MODELS:
         file = path / name / "config.json"
         if file.is_file():
-            found[name] = _checked_shapes(file, _read_table(file))
-    if "transformer" in found:
+            configs[name] = _checked_shapes(file, _read_table(file))
+    if "transformer" in configs:
         plain = {name: value for name, value in read_index(path).items() if isinstance(value, bool | int | float | str)}
         options = {name: value for name, value in plain.items() if not name.startswith("_")}
-        return found | {"pipeline": pipeline_prefix(path), "options": options}
-    if "unet" not in found:
+        return configs | {"pipeline": pipeline_prefix(path), "options": options}
+    if "unet" not in configs:
         raise CheckpointError(f"{path} is not a diffusers folder: it has no config.json of a unet or a transformer")
-    return found
+    return configs
 
 
 def _checked_shapes(file: Path, table: dict[str, Any]) -> dict[str, Any]:
@@ -178,10 +178,12 @@ def pipeline_prefix(folder: Path) -> str:
     doors.find()
     theirs = (name.removesuffix("Pipeline"),) if doors.FAMILIES else ()  # which of them serves it is seen later
     prefixes = (*_PREFIXES, *theirs)
-    found: str | None = next((prefix for prefix in prefixes for end in SUFFIXES.values() if name == prefix + end), None)
-    if found is None:
+    prefix: str | None = next(
+        (prefix for prefix in prefixes for end in SUFFIXES.values() if name == prefix + end), None
+    )
+    if prefix is None:
         raise CheckpointError(f"{folder} holds a {name or 'nameless pipeline'}: {WHOLE} are served")
-    return found
+    return prefix
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -208,7 +210,7 @@ def check_folder(folder: Path, allow_pickle: bool = False) -> None:
     Raises:
         CheckpointError: unreadable, truncated, stored in a way that is not read, or a pickle that was not allowed.
     """
-    for part in sorted(one for one in folder.iterdir() if one.is_dir() and one.name != "safety_checker"):
+    for part in sorted(path for path in folder.iterdir() if path.is_dir() and path.name != "safety_checker"):
         for file in part.glob("*.safetensors"):
             read_header(file)
         weight_files(part, allow_pickle)
@@ -245,17 +247,17 @@ def weight_files(part: Path, allow_pickle: bool = False) -> tuple[str | None, li
     Raises:
         CheckpointError: there are only pickles, and they are not allowed.
     """
-    found: dict[tuple[bool, str], list[Path]] = {}
+    files: dict[tuple[bool, str], list[Path]] = {}
     for file in sorted(part.glob("*")):
         if match := _WEIGHTS.fullmatch(file.name):
-            found.setdefault((match["suffix"] == "bin", match["variant"] or ""), []).append(file)
-    if not found:
+            files.setdefault((match["suffix"] == "bin", match["variant"] or ""), []).append(file)
+    if not files:
         return None, []
     order = ("", "fp16", "bf16")
-    pickled, variant = min(found, key=lambda one: (one[0], order.index(one[1]) if one[1] in order else 3, one[1]))
+    pickled, variant = min(files, key=lambda key: (key[0], order.index(key[1]) if key[1] in order else 3, key[1]))
     if pickled and not allow_pickle:
-        raise CheckpointError(f"{found[pickled, variant][0]} cannot be loaded: {_NO_PICKLE}")
-    return variant or None, found[pickled, variant]
+        raise CheckpointError(f"{files[pickled, variant][0]} cannot be loaded: {_NO_PICKLE}")
+    return variant or None, files[pickled, variant]
 
 
 def is_pickle(path: Path, allowed: bool) -> bool:
@@ -289,14 +291,14 @@ def kind_of(path: Path) -> CheckpointKind:
         raise CheckpointError(f"{path} is a GGUF file, which holds a transformer alone: give it with --transformer")
     header = read_header(path)
     check_formats(path, header, _STORED)
-    header = with_usual_names(header)
+    header = rename_to_usual(header)
     return detect(header, path, lambda name: read_values(path, header, name))
 
 
-def with_usual_names(header: Header) -> Header:
+def rename_to_usual(header: Header) -> Header:
     """``header`` by the names that most single files have."""
     names = usual_names(header.tensors)
-    return Header({names[name]: one for name, one in header.tensors.items()}, header.metadata, header.data_offset)
+    return Header({names[name]: entry for name, entry in header.tensors.items()}, header.metadata, header.data_offset)
 
 
 def _deviation(values: list[float]) -> float:
@@ -379,25 +381,30 @@ def _check_text_length(header: Header, path: Path) -> None:
                 )
 
 
-def _stated(header: Header, path: Path, values: Callable[[str], list[float]], name: str, count: int) -> list[float]:
+def _read_numbers(
+    header: Header, path: Path, values: Callable[[str], list[float]], name: str, count: int
+) -> list[float]:
     """The numbers of a file's tensor ``name``, which has ``count``."""
-    found = values(name) if math.prod(header.shape(name)) == count else []
-    if not found or not all(map(math.isfinite, found)):
+    numbers = values(name) if math.prod(header.shape(name)) == count else []
+    if not numbers or not all(map(math.isfinite, numbers)):
         raise CheckpointError(f"{path} is damaged: its {name} must be {count} finite numbers; download it again")
-    return found
+    return numbers
 
 
 def _continuous(header: Header, path: Path, values: Callable[[str], list[float]]) -> dict[str, Any]:
     """The scheduler of a model that is sampled by noise levels, which SDXL's descendants state by marks."""
     if {"edm_mean", "edm_std"} <= header.tensors.keys():  # Playground 2.5
-        mean, deviation = _stated(header, path, values, "edm_mean", 4), _stated(header, path, values, "edm_std", 4)
+        mean, deviation = (
+            _read_numbers(header, path, values, "edm_mean", 4),
+            _read_numbers(header, path, values, "edm_std", 4),
+        )
         latents = {"latents_mean": mean, "latents_std": deviation, "scaling_factor": 0.5}
         levels = {"sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5}
         scheduler = {"_class_name": "EDMDPMSolverMultistepScheduler", **levels, "prediction_type": "epsilon"}
         return {"continuous": scheduler, "latents": latents}
     if "edm_vpred.sigma_max" in header.tensors:  # CosXL
         lowest, highest = (
-            _stated(header, path, values, name, 1)[0] if name in header.tensors else 0.002
+            _read_numbers(header, path, values, name, 1)[0] if name in header.tensors else 0.002
             for name in ("edm_vpred.sigma_min", "edm_vpred.sigma_max")
         )
         levels = {"sigma_min": lowest, "sigma_max": highest, "sigma_data": 1.0}
@@ -414,10 +421,10 @@ def _own_unet(name: str, header: Header, path: Path) -> OwnUNet | None:
     """
     whole = architecture(name)["unet"]
     doors.find()
-    for known in doors.UNETS.values():
-        found: OwnUNet | None = known(name, whole, header, path)
-        if found is not None:
-            return found
+    for recognise in doors.UNETS.values():
+        recognised: OwnUNet | None = recognise(name, whole, header, path)
+        if recognised is not None:
+            return recognised
     count = sum(layers + 1 for layers in layers_per_block(whole))
     usual = {"middle_block", *(f"{side}_blocks.{number}" for side in ("input", "output") for number in range(count))}
     if {match[1] for key in header.tensors if (match := _BLOCK.match(key))} != usual:

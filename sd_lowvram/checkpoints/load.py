@@ -32,9 +32,9 @@ from .inspection import (
     model_path,
     pipeline_prefix,
     read_index,
+    rename_to_usual,
     single_file_config,
     weight_files,
-    with_usual_names,
 )
 from .safetensors_header import Header, TensorEntry
 from .scaled_files import check_formats
@@ -95,7 +95,7 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
     if is_split(folder):
         from .load_split import load_split
 
-        with explained(folder):
+        with explain_errors(folder):
             return load_split(folder, kind, dtype)
     reads = {
         name.replace("text_encoder", "tokenizer"): encoder
@@ -105,16 +105,18 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
     for name, encoder in reads.items():
         if (folder / name).is_dir():
             check_tokenizer_files(folder / name, encoder)
-    with explained(folder):
+    with explain_errors(folder):
         for name, stated in read_index(folder).items():
-            if not isinstance(stated, list) or name in extra or not all(isinstance(one, str) for one in stated):
+            if not isinstance(stated, list) or name in extra or not all(isinstance(value, str) for value in stated):
                 continue
             library, called, part = stated[0], stated[-1], folder / name
             if name in _OPTIONAL and not part.is_dir():
                 extra[name] = None
             elif name in (*MODELS, "image_encoder") and (library in _LIBRARIES or called in doors.CLASSES):
                 extra[name] = load_folder_part(part, library, called, dtype, allow_pickle)
-        pipeline: DiffusionPipeline = kind.from_pretrained(folder, local_files_only=True, **extra, **typed(dtype))
+        pipeline: DiffusionPipeline = kind.from_pretrained(
+            folder, local_files_only=True, **extra, **dtype_argument(dtype)
+        )
     for name, encoder in reads.items():
         check_tokenizer(getattr(pipeline, name, None), encoder, folder / name)
     for name, model in pipeline.components.items():
@@ -138,7 +140,7 @@ def load_folder_part(part: Path, library: str, name: str, dtype: torch.dtype | N
     """
     import torch
 
-    kind = class_of({"_class_name": name}) if library != "transformers" else _of_transformers(name)
+    kind = class_of({"_class_name": name}) if library != "transformers" else _class_of_transformers(name)
     variant, files = weight_files(part, allow_pickle)
     model, loading = kind.from_pretrained(
         part,
@@ -158,7 +160,7 @@ def _load_file(
     path: Path, task: Task, dtype: torch.dtype | None, allow_pickle: bool, prediction: str | None
 ) -> DiffusionPipeline:
     if is_pickle(path, allow_pickle):
-        state = _unpickled(path)
+        state = _read_pickle(path)
         kind = _kind_of_pickle(path, state)
     else:
         state, kind = None, kind_of(path)
@@ -167,7 +169,7 @@ def _load_file(
         raise CheckpointError(f"prediction {prediction!r} is unknown: choose {' or '.join(PREDICTIONS)}")
     config = single_file_config(kind, prediction or kind.prediction)
     pipeline = _pipeline_class(config["pipeline"], task)
-    with explained(path):
+    with explain_errors(path):
         weights = file_weights(path, dtype) if state is None else plain_weights(state, path, dtype)
         if kind.unet is not None and kind.unet.load is not None:
             unet = kind.unet.load(weights, config["unet"], dtype)
@@ -178,7 +180,7 @@ def _load_file(
             parts[name] = load_text(config[name], weights, path, prefix, dtype)
         with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as folder:
             write_folder(config, pipeline.__name__, Path(folder))
-            return pipeline.from_pretrained(folder, local_files_only=True, **parts, **typed(dtype))
+            return pipeline.from_pretrained(folder, local_files_only=True, **parts, **dtype_argument(dtype))
 
 
 _TEXT_PLACES = (
@@ -188,26 +190,26 @@ _TEXT_PLACES = (
 """Prefixes of text encoders in a single file: of SD1.x and SD2.x, of SDXL."""
 
 
-def _of_transformers(name: str) -> Any:
+def _class_of_transformers(name: str) -> Any:
     import transformers
 
-    found = getattr(transformers, name, None)
-    if found is None:
+    cls = getattr(transformers, name, None)
+    if cls is None:
         raise CheckpointError(f"a model of class {name} is not known to transformers as it is installed")
-    return found
+    return cls
 
 
 def _typed_part(library: str, dtype: torch.dtype) -> dict[str, Any]:
     """The argument for the number type of one part; transformers renamed its own in 4.56."""
     if library != "transformers":
-        return typed(dtype)
+        return dtype_argument(dtype)
     import transformers
 
     major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
     return {"dtype" if (major, minor) >= (4, 56) else "torch_dtype": dtype}
 
 
-def typed(dtype: torch.dtype | None) -> dict[str, Any]:
+def dtype_argument(dtype: torch.dtype | None) -> dict[str, Any]:
     """The argument for the number type, which diffusers renamed in 0.42."""
     import diffusers
 
@@ -216,7 +218,7 @@ def typed(dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_errors(path: Path) -> Iterator[None]:
     """Silence the libraries' bars and notes, and turn their errors into CheckpointError, within the block."""
     try:
         with silent("diffusers.utils.logging"), silent("transformers.utils.logging"):
@@ -231,9 +233,9 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if shapes := re.search(r"because (\S+) expected shape \S*?\[([\d, ]*)\]\)?, but got \S*?\[([\d, ]*)\]", text):
         # diffusers goes on with advice on arguments of its own.
-        name, wanted, found = shapes.groups()
+        name, wanted, shape = shapes.groups()
         return (
-            f"{name} is of shape [{found}] where this kind of model has [{wanted}]. A model with changed layers loads "
+            f"{name} is of shape [{shape}] where this kind of model has [{wanted}]. A model with changed layers loads "
             "from a diffusers folder, which states its shapes"
         )
     return f"{type(error).__name__}: {text[:400]}"
@@ -254,7 +256,7 @@ def silent(module: str) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _unpickled(path: Path) -> dict[str, Any]:
+def _read_pickle(path: Path) -> dict[str, Any]:
     """The weights in a pickle by name, read without running it."""
     import torch
 
@@ -267,13 +269,13 @@ def _unpickled(path: Path) -> dict[str, Any]:
         state = state["state_dict"]
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds no table of weights but a {type(state).__name__}")
-    return {str(name): one for name, one in state.items() if isinstance(one, torch.Tensor)}
+    return {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _kind_of_pickle(path: Path, state: Mapping[str, Any]) -> CheckpointKind:
-    header = Header({name: TensorEntry("", tuple(one.shape), 0, 0) for name, one in state.items()}, {}, 0)
+    header = Header({name: TensorEntry("", tuple(value.shape), 0, 0) for name, value in state.items()}, {}, 0)
     if any(name.endswith(".comfy_quant") for name in state):
         raise CheckpointError(f"{path} is a pickle of quantised weights: get it as .safetensors")
     check_formats(path, header)
     usual = {ours: state[theirs] for theirs, ours in usual_names(state).items()}
-    return detect(with_usual_names(header), path, lambda name: usual[name].float().flatten().tolist())
+    return detect(rename_to_usual(header), path, lambda name: usual[name].float().flatten().tolist())

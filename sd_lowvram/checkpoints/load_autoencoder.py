@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from .architectures import architecture
-from .load import explained, load_folder_part
+from .load import explain_errors, load_folder_part
 from .safetensors_header import TensorEntry, read_header
 from .scaled_files import check_formats
 from .single_file import file_weights, load_vae
@@ -30,7 +30,7 @@ def load_autoencoder(path: Path, dtype: torch.dtype) -> nn.Module:
     """
     if path.is_dir():
         part = path / "vae" if (path / "vae").is_dir() else path
-        with explained(path):
+        with explain_errors(path):
             folder: nn.Module = load_folder_part(part, "diffusers", "AutoencoderKL", dtype)
         return folder
     if path.suffix.lower() != ".safetensors":
@@ -38,10 +38,10 @@ def load_autoencoder(path: Path, dtype: torch.dtype) -> nn.Module:
     header = read_header(path)
     check_formats(path, header, "or in fp16")
     config = _configuration(path, header.tensors)
-    with explained(path):
+    with explain_errors(path):
         weights = file_weights(path, dtype)
         if not any(name.startswith(VAE) for name in weights):  # a file of the autoencoder alone
-            weights = {VAE + name: one for name, one in weights.items()}
+            weights = {VAE + name: weight for name, weight in weights.items()}
         file: nn.Module = load_vae(config, weights, path, dtype)
     return file
 

@@ -17,7 +17,7 @@ from .architectures import MODELS, class_of
 from .complete import check_complete
 from .gguf_files import gguf_weights, is_gguf_file
 from .safetensors_header import read_header
-from .scaled_files import apart, converted, fill, weight_of
+from .scaled_files import convert_names, fill, split_scales, weight_of
 from .split_files import Weights, tokenizers_of, weights_of
 from .tokenizers import check_tokenizer
 
@@ -94,8 +94,8 @@ def load_part(place: Path, dtype: torch.dtype, *, meta: bool = False) -> nn.Modu
     state = _weights(source, meta)
     names = set(model.state_dict())
     try:
-        weights, scales = converted(
-            *apart(state), lambda held: _by_our_names(config, held, names, source.layout.diffusers)
+        weights, scales = convert_names(
+            *split_scales(state), lambda held: _rename_weights(config, held, names, source.layout.diffusers)
         )
     except KeyError as error:  # of a converter, which takes each name for granted
         raise CheckpointError(f"{source.path} lacks weights of its {type(model).__name__}: {error}") from error
@@ -143,7 +143,7 @@ def _weights(source: Weights, meta: bool) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in inner.items() if layout.names.fullmatch(weight_of(name))}
 
 
-def _by_our_names(
+def _rename_weights(
     config: Mapping[str, Any], held: dict[str, Any], names: set[str], diffusers: bool
 ) -> Mapping[str, Any]:
     """Weights by the names of diffusers, or of transformers as it is installed.
@@ -162,7 +162,7 @@ def _by_our_names(
     if kind not in ("FluxTransformer2DModel", "ChromaTransformer2DModel"):
         return _converter(kind)(dict(held), config=config)
     plain = {_NORM.sub(r"\1.scale", name): tensor for name, tensor in held.items()}
-    joined = _taken_apart(plain)
+    joined = _split_first_layers(plain)
     return {**_converter(kind)(plain, config=config), **joined}
 
 
@@ -173,39 +173,41 @@ _JOINED = re.compile(r"single_blocks\.(\d+)\.linear1\.(weight|bias)")
 _PLACEHOLDER = 7 * 3072
 
 
-def _taken_apart(held: dict[str, Any]) -> dict[str, Any]:
+def _split_first_layers(held: dict[str, Any]) -> dict[str, Any]:
     """The first layers of FLUX.1's single blocks, of which the converter knows one width alone; it is given a
     placeholder of that."""
     import torch
 
-    made: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     for name in list(held):
         if match := _JOINED.fullmatch(name):
             block, last = f"single_transformer_blocks.{match[1]}", match[2]
             width = len(held[f"single_blocks.{match[1]}.linear2.bias"])
             q, k, v, mlp = held[name].split([width, width, width, len(held[name]) - 3 * width])
-            made |= {f"{block}.attn.to_q.{last}": q, f"{block}.attn.to_k.{last}": k, f"{block}.attn.to_v.{last}": v}
-            made[f"{block}.proj_mlp.{last}"] = mlp
+            weights |= {f"{block}.attn.to_q.{last}": q, f"{block}.attn.to_k.{last}": k, f"{block}.attn.to_v.{last}": v}
+            weights[f"{block}.proj_mlp.{last}"] = mlp
             held[name] = torch.empty(1).expand(_PLACEHOLDER, *[1] * (held[name].dim() - 1))
-    return made
+    return weights
 
 
 def _converter(kind: str) -> Callable[..., Mapping[str, Any]]:
     from diffusers.loaders import single_file_model
 
-    known = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
+    classes = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
     like = {"AutoencoderKLQwenImage": "AutoencoderKLWan"}.get(kind, kind)  # the same layers under the same names
-    if like not in known:
+    if like not in classes:
         raise CheckpointError(f"diffusers as it is installed reads no single files of {kind}: install a newer one")
-    found: Callable[..., Mapping[str, Any]] = known[like]["checkpoint_mapping_fn"]
-    return found
+    convert: Callable[..., Mapping[str, Any]] = classes[like]["checkpoint_mapping_fn"]
+    return convert
 
 
 def _autoencoder_of_flux2(held: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The autoencoder of FLUX.2: FLUX.1's with 1x1 convolutions inside the halves, and statistics of its latents."""
     plain = {
-        name.replace("encoder.quant_conv.", "quant_conv.").replace("decoder.post_quant_conv.", "post_quant_conv."): one
-        for name, one in held.items()
+        name.replace("encoder.quant_conv.", "quant_conv.").replace(
+            "decoder.post_quant_conv.", "post_quant_conv."
+        ): weight
+        for name, weight in held.items()
     }
     norm = {name: plain.pop(name) for name in list(plain) if name.startswith("bn.")}
     return {**_converter("AutoencoderKL")(plain, config=config), **norm}
@@ -215,19 +217,19 @@ def _text_encoder(config: Mapping[str, Any], held: dict[str, Any], names: set[st
     """Names of transformers, which have had other beginnings in its versions."""
     import torch
 
-    made = {}
+    renamed = {}
     for name, tensor in held.items():
         inner = name.removeprefix("model.")
         tried = (name, name.removeprefix("text_model."), inner, f"model.{name}", f"model.language_model.{inner}")
-        found = next((one for one in tried if one in names), None)
-        if found is not None:
-            made[found] = tensor
+        candidate = next((name_ for name_ in tried if name_ in names), None)
+        if candidate is not None:
+            renamed[candidate] = tensor
     shared = "shared.weight"
     if (
-        shared in names and shared not in made and "encoder.embed_tokens.weight" in made
+        shared in names and shared not in renamed and "encoder.embed_tokens.weight" in renamed
     ):  # T5's table, under either name
-        made[shared] = made["encoder.embed_tokens.weight"]
+        renamed[shared] = renamed["encoder.embed_tokens.weight"]
     projection = "text_projection.weight"
-    if projection in names and projection not in made:  # files of CLIP-L that were made for FLUX.1 have none
-        made[projection] = torch.eye(config["hidden_size"])
-    return made
+    if projection in names and projection not in renamed:  # files of CLIP-L that were made for FLUX.1 have none
+        renamed[projection] = torch.eye(config["hidden_size"])
+    return renamed

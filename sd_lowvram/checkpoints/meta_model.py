@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import CheckpointError
 from ..models import anatomy_of_components, dissect
 from ..models.anatomy import Anatomy
-from ..models.support import unsupported
+from ..models.support import unsupported_error
 from .architectures import MODELS, build_components, pipeline_class, type_for
 from .inspection import configuration
 from .load_split import load_part
@@ -27,10 +27,10 @@ def meta_anatomy(model: str | None, dtype: torch.dtype, only: tuple[str, ...] = 
         CheckpointError: as that does.
     """
     config, parts = configuration(model), meta_components(model, dtype, only)
-    return _of_pipeline(config, parts) if "transformer" in config else anatomy_of_components("diffusers", parts)
+    return _pipeline_anatomy(config, parts) if "transformer" in config else anatomy_of_components("diffusers", parts)
 
 
-def _of_pipeline(config: dict[str, Any], parts: dict[str, nn.Module]) -> Anatomy:
+def _pipeline_anatomy(config: dict[str, Any], parts: dict[str, nn.Module]) -> Anatomy:
     """The anatomy of a pipeline of these ``parts``, which knows how it guides.
 
     Raises:
@@ -38,11 +38,11 @@ def _of_pipeline(config: dict[str, Any], parts: dict[str, nn.Module]) -> Anatomy
     """
     kind = pipeline_class(config["pipeline"])
     taken = list(inspect.signature(kind.__init__).parameters.values())[1:]
-    nothing = {one.name: None for one in taken if one.default is inspect.Parameter.empty}
+    nothing = {parameter.name: None for parameter in taken if parameter.default is inspect.Parameter.empty}
     pipe = kind(**nothing | parts | config.get("options", {}))
     anatomy = dissect(pipe)
     if anatomy is None:
-        raise unsupported(pipe, "transformer", parts["transformer"])
+        raise unsupported_error(pipe, "transformer", parts["transformer"])
     unguided: dict[str, Any] = {"passes": 1, "calls": 1} if config.get("call", {}).get("guidance_scale") == 0 else {}
     return dataclasses.replace(anatomy, **unguided)
 
@@ -64,7 +64,7 @@ def meta_components(model: str | None, dtype: torch.dtype, only: tuple[str, ...]
     try:
         if folder is not None and is_split(folder):
             places = [folder / name for name in only if name in config]
-            return {one.name: load_part(one, type_for(config, dtype), meta=True) for one in places}
+            return {place.name: load_part(place, type_for(config, dtype), meta=True) for place in places}
         return build_components(config, dtype=type_for(config, dtype), device="meta", only=only)
     except CheckpointError:
         raise

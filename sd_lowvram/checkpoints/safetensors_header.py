@@ -102,7 +102,7 @@ def read_values(path: Path, header: Header, name: str) -> list[float]:
 
 def _parse(path: Path, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     try:
-        raw = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
+        raw = json.loads(text.decode("utf-8"), object_pairs_hook=_refuse_repeats)
         metadata = raw.pop("__metadata__", {})
         tensors = {name: _entry(entry) for name, entry in raw.items()}
         return tensors, {str(key): str(value) for key, value in metadata.items()}
@@ -112,11 +112,11 @@ def _parse(path: Path, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, s
         ) from error
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
         raise ValueError("a name stands there twice")
-    return found
+    return table
 
 
 def _entry(raw: Any) -> TensorEntry:

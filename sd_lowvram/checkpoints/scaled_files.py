@@ -54,7 +54,7 @@ def check_formats(path: Path, header: Header, instead: str = "in fp8 or int8 wit
         for mark, kind in _REFUSED.items():
             if mark in name:
                 raise _refusal(path, kind, instead)
-    for kind in {_format_of(told) for told in _told(path, header)}:
+    for kind in {_format_of(entry) for entry in _stated_formats(path, header)}:
         if kind not in SERVED:
             raise _refusal(path, kind, instead)
 
@@ -70,18 +70,18 @@ def _refusal(path: Path, kind: str, instead: str) -> CheckpointError:
     )
 
 
-def _format_of(told: Mapping[str, Any]) -> str:
+def _format_of(entry: Mapping[str, Any]) -> str:
     """The format in what ComfyUI writes of a layer; rotated weights are one of their own."""
-    more = told.get("params")
-    rotated = told.get("convrot") or (isinstance(more, Mapping) and more.get("convrot"))
-    return f"{told.get('format')} of rotated weights (convrot)" if rotated else str(told.get("format"))[:40]
+    more = entry.get("params")
+    rotated = entry.get("convrot") or (isinstance(more, Mapping) and more.get("convrot"))
+    return f"{entry.get('format')} of rotated weights (convrot)" if rotated else str(entry.get("format"))[:40]
 
 
-def _told(path: Path, header: Header) -> Iterator[dict[str, Any]]:
+def _stated_formats(path: Path, header: Header) -> Iterator[dict[str, Any]]:
     """ComfyUI's record of each layer with a format of its own."""
     try:
         layers = json.loads(header.metadata.get("_quantization_metadata", "{}")).get("layers", {})
-        yield from (dict(one) for one in layers.values())
+        yield from (dict(layer) for layer in layers.values())
         with open(path, "rb") as file:
             for name, entry in header.tensors.items():
                 if name.endswith(".comfy_quant"):
@@ -93,7 +93,7 @@ def _told(path: Path, header: Header) -> Iterator[dict[str, Any]]:
 
 def weight_of(name: str) -> str:
     """The name of the weight that ``name`` is, or that it tells something of; empty: it tells of the whole file."""
-    mark = next((one for one in (*_SCALES, *_LEFT_OUT) if name.endswith(one)), None)
+    mark = next((suffix for suffix in (*_SCALES, *_LEFT_OUT) if name.endswith(suffix)), None)
     if mark is None:
         return name
     layer = name.removesuffix(mark)
@@ -107,14 +107,14 @@ Convert = Callable[[dict[str, Any]], Mapping[str, Any]]
 """Function from the weights of a file to those of a model, by name; it may empty the dictionary on the way."""
 
 
-def apart(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Scales]:
+def split_scales(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Scales]:
     """The weights of a file, and the scales that stood beside them."""
     import torch
 
     weights: dict[str, Tensor] = {}
     scales: Scales = {}
     for name, tensor in state.items():
-        mark = next((one for one in _SCALES if name.endswith(one)), None)
+        mark = next((suffix for suffix in _SCALES if name.endswith(suffix)), None)
         if mark is not None:
             scales[name.removesuffix(mark) + ".weight"] = tensor.float()
         elif not name.endswith(_LEFT_OUT):
@@ -125,7 +125,7 @@ def apart(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Scales]:
     return weights, scales
 
 
-def converted(weights: dict[str, Tensor], scales: Scales, convert: Convert) -> tuple[dict[str, Tensor], Scales]:
+def convert_names(weights: dict[str, Tensor], scales: Scales, convert: Convert) -> tuple[dict[str, Tensor], Scales]:
     """Both by the names of a model.
 
     A converter cuts, joins and renames weights and knows of no scales. It is therefore called a second time with the
@@ -136,19 +136,19 @@ def converted(weights: dict[str, Tensor], scales: Scales, convert: Convert) -> t
 
     from ..kernels.scaled import EIGHT_BITS
 
-    one = torch.ones(())
+    unit = torch.ones(())
     spread = {
-        name: _by_rows(scales[name], weight) if name in scales else one.to(weight.device).expand(weight.shape)
+        name: _scale_by_rows(scales[name], weight) if name in scales else unit.to(weight.device).expand(weight.shape)
         for name, weight in weights.items()
     }
-    made = dict(convert(dict(weights)))
+    by_name = dict(convert(dict(weights)))
     if not scales:
-        return made, {}
-    columns = {name: tensor for name, tensor in convert(spread).items() if made[name].dtype in EIGHT_BITS}
-    return made, {name: _shortest(tensor) for name, tensor in columns.items()}
+        return by_name, {}
+    columns = {name: tensor for name, tensor in convert(spread).items() if by_name[name].dtype in EIGHT_BITS}
+    return by_name, {name: _shortest(tensor) for name, tensor in columns.items()}
 
 
-def _by_rows(scale: Tensor, weight: Tensor) -> Tensor:
+def _scale_by_rows(scale: Tensor, weight: Tensor) -> Tensor:
     shaped = scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, *[1] * (weight.dim() - 1))
     return shaped.expand(weight.shape)
 
@@ -193,13 +193,13 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], scales: Scales, computes
         shape = tuple(tensor.quant_shape if blocks else tensor.shape)  # type: ignore[attr-defined]
         if type(owner) is nn.Linear and last == "weight" and shape == tuple(owner.weight.shape):
             bias = None if owner.bias is None else state.get(f"{path}.bias", owner.bias).to(computes)
-            kept = gguf_linear(tensor, bias, computes) if blocks else ScaledLinear(tensor, scale, bias, computes)
+            layer = gguf_linear(tensor, bias, computes) if blocks else ScaledLinear(tensor, scale, bias, computes)
             above, _, called = path.rpartition(".")
-            setattr(model.get_submodule(above), called, kept)
+            setattr(model.get_submodule(above), called, layer)
         else:  # tables, which are looked up, and what is no matrix
             rest[name] = widened_gguf(tensor, computes) if blocks else widened(tensor, scale, computes)
-    found = model.load_state_dict(rest, strict=False, assign=True)
-    return list(found.unexpected_keys)
+    result = model.load_state_dict(rest, strict=False, assign=True)
+    return list(result.unexpected_keys)
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:

@@ -83,7 +83,7 @@ def label_of(scheduler: Any) -> tuple[str, str]:
     kind, config = type(scheduler).__name__, scheduler.config
     karras = "Karras" if config.get("use_karras_sigmas") else ""
     sde = " SDE" if kind == "DPMSolverMultistepScheduler" and "sde" in config.get("algorithm_type", "") else ""
-    for known in SCHEDULERS.values():
-        if known.kind == kind:
-            return known.label + sde, karras
+    for served in SCHEDULERS.values():
+        if served.kind == kind:
+            return served.label + sde, karras
     return kind.removesuffix("Scheduler"), karras

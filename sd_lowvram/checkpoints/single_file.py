@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError
 from .architectures import empty_model
 from .complete import check_complete, check_found
-from .scaled_files import apart
+from .scaled_files import split_scales
 from .single_file_names import UNET, VAE, text_names, unet_names, usual_names, vae_names
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def plain_weights(state: Mapping[str, Tensor], path: Path, dtype: torch.dtype | 
     from ..kernels.scaled import widened
 
     names = usual_names(state)
-    weights, scales = apart({names[name]: tensor for name, tensor in state.items()})
+    weights, scales = split_scales({names[name]: tensor for name, tensor in state.items()})
     for name, scale in scales.items():
         weight = weights.get(name)
         if weight is None:
@@ -59,7 +59,7 @@ def plain_weights(state: Mapping[str, Tensor], path: Path, dtype: torch.dtype | 
             )
         shaped = scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, *rows)
         weights[name] = widened(weight, shaped, torch.float32).to(dtype or torch.float32)
-    narrow = next((name for name, one in weights.items() if one.dtype in (torch.int8, torch.uint8)), None)
+    narrow = next((name for name, weight in weights.items() if weight.dtype in (torch.int8, torch.uint8)), None)
     if narrow is not None and narrow.startswith((UNET, VAE, "cond_stage_model.", "conditioner.")):
         raise CheckpointError(f"{path} holds {narrow} in 8 bits without a scale: get the file in fp16 or bf16")
     return weights
@@ -112,7 +112,7 @@ def _fill(
     """Give ``model`` its weights, whose names in the file are the values of ``names``."""
     import torch
 
-    wanted, made = model.state_dict(), {}
+    wanted, filled = model.state_dict(), {}
     for ours, theirs in names.items():
         if theirs not in weights:
             continue
@@ -124,9 +124,9 @@ def _fill(
                 f"{path} cannot be loaded: {theirs} is of shape {[*weights[theirs].shape]} where this kind of model "
                 f"has {[*shape]}. A model with changed layers loads from a diffusers folder, which states its shapes"
             )
-        made[ours] = weight.to(dtype or torch.float32) if weight.is_floating_point() else weight
+        filled[ours] = weight.to(dtype or torch.float32) if weight.is_floating_point() else weight
     check_found(path, model, [*dict.fromkeys(name for name in names.values() if name not in weights)])
-    model.load_state_dict(made, strict=False, assign=True)
+    model.load_state_dict(filled, strict=False, assign=True)
     check_complete(path, model)
 
 

@@ -29,11 +29,11 @@ _OLD_CLIP = re.compile(
 
 def usual_names(names: Iterable[str]) -> dict[str, str]:
     """Name in a single file -> the name that most files have for it; equal where nothing is known of it."""
-    given = [*names]
-    there = set(given)
-    found = ((wrapper, unet) for unet in _UNETS for wrapper in _WRAPPERS if f"{wrapper}{unet}{_FIRST}" in there)
-    wrapper, unet = next(found, ("", UNET))
-    plain = {name: name.removeprefix(wrapper) for name in given}
+    all_names = [*names]
+    there = set(all_names)
+    pairs = ((wrapper, unet) for unet in _UNETS for wrapper in _WRAPPERS if f"{wrapper}{unet}{_FIRST}" in there)
+    wrapper, unet = next(pairs, ("", UNET))
+    plain = {name: name.removeprefix(wrapper) for name in all_names}
     blocks = ("input_blocks", "middle_block", "output_blocks", "time_embed", "label_emb", "out")
     inner = tuple(f"{unet}{block}." for block in blocks)
     whole = unet in (UNET, "diffusion_model.")  # of the others not all that begins so is of the UNet
@@ -78,35 +78,35 @@ def unet_names(unet: Any) -> dict[str, str]:
         BadInputError: it has a weight that single files have no place for.
     """
     places = _OUTER | _places(unet.config)
-    return {name: UNET + _moved(name, places) for name in unet.state_dict()}
+    return {name: UNET + _move(name, places) for name in unet.state_dict()}
 
 
 def _places(config: Mapping[str, Any]) -> dict[str, str]:
     """Path of every layer and sampler -> its path in a single file."""
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     layers, place = layers_per_block(config), 1
     for level, number in enumerate(layers):
         for layer in range(number):
-            found |= _layer(f"down_blocks.{level}", layer, f"input_blocks.{place + layer}")
+            places |= _layer(f"down_blocks.{level}", layer, f"input_blocks.{place + layer}")
         place += number
         if level + 1 < len(layers):
-            found[f"down_blocks.{level}.downsamplers.0.conv"] = f"input_blocks.{place}.0.op"
+            places[f"down_blocks.{level}.downsamplers.0.conv"] = f"input_blocks.{place}.0.op"
             place += 1
     place = 0
     for level, (number, kind) in enumerate(zip(reversed(layers), config["up_block_types"], strict=True)):
         for layer in range(number + 1):
-            found |= _layer(f"up_blocks.{level}", layer, f"output_blocks.{place + layer}")
+            places |= _layer(f"up_blocks.{level}", layer, f"output_blocks.{place + layer}")
         place += number + 1
         behind = 2 if "CrossAttn" in kind else 1
-        found[f"up_blocks.{level}.upsamplers.0.conv"] = f"output_blocks.{place - 1}.{behind}.conv"
-    return found
+        places[f"up_blocks.{level}.upsamplers.0.conv"] = f"output_blocks.{place - 1}.{behind}.conv"
+    return places
 
 
 def _layer(block: str, layer: int, place: str) -> dict[str, str]:
     return {f"{block}.resnets.{layer}": f"{place}.0", f"{block}.attentions.{layer}": f"{place}.1"}
 
 
-def _moved(name: str, places: Mapping[str, str]) -> str:
+def _move(name: str, places: Mapping[str, str]) -> str:
     start = next((start for start in places if name.startswith(start + ".")), None)
     if start is None:
         raise BadInputError(f"a single file has no place for the UNet's {name}: name a folder")
@@ -167,7 +167,9 @@ def vae_state(vae: Any) -> dict[str, Tensor]:
 
 def clip_state(text: nn.Module, prefix: str) -> dict[str, Tensor]:
     """The weights of a CLIPTextModel as transformers named them when single files began."""
-    return {f"{prefix}text_model.{name.removeprefix('text_model.')}": one for name, one in text.state_dict().items()}
+    return {
+        f"{prefix}text_model.{name.removeprefix('text_model.')}": weight for name, weight in text.state_dict().items()
+    }
 
 
 _OPEN_CLIP = {
@@ -225,7 +227,7 @@ def open_clip_state(text: Any, prefix: str, unused_layers: int = 0) -> dict[str,
     projection = state.get("text_projection.weight")
     if projection is None:
         projection = torch.eye(text.config.hidden_size, dtype=tokens.dtype, device=tokens.device)
-    found = {
+    renamed = {
         "token_embedding.weight": tokens,
         "positional_embedding": state["embeddings.position_embedding.weight"],
         "ln_final.weight": state["final_layer_norm.weight"],
@@ -237,11 +239,11 @@ def open_clip_state(text: Any, prefix: str, unused_layers: int = 0) -> dict[str,
         ours, theirs = f"encoder.layers.{min(layer, layers - 1)}.", f"transformer.resblocks.{layer}."
         for kind in ("weight", "bias"):
             parts = [state[f"{ours}self_attn.{letter}_proj.{kind}"] for letter in "qkv"]
-            found[f"{theirs}attn.in_proj_{kind}"] = torch.cat(parts)
+            renamed[f"{theirs}attn.in_proj_{kind}"] = torch.cat(parts)
             for a, b in _OPEN_CLIP.items():
                 weight = state[f"{ours}{a}.{kind}"]
-                found[f"{theirs}{b}.{kind}"] = weight if layer < layers else weight.clone()
-    return {prefix + name: weight for name, weight in found.items()}
+                renamed[f"{theirs}{b}.{kind}"] = weight if layer < layers else weight.clone()
+    return {prefix + name: weight for name, weight in renamed.items()}
 
 
 def single_file_state(parts: Mapping[str, Any]) -> dict[str, Tensor]:

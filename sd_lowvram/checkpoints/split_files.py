@@ -62,8 +62,8 @@ class _Family:
     scale: Mapping[str, float] = field(default_factory=lambda: _FLUX_SCALE)
 
 
-def _projected(texts: Mapping[str, Mapping[str, Any]]) -> int:
-    return sum(int(one["projection_dim"]) for one in texts.values() if "projection_dim" in one)
+def _projection_width(texts: Mapping[str, Mapping[str, Any]]) -> int:
+    return sum(int(config["projection_dim"]) for config in texts.values() if "projection_dim" in config)
 
 
 def _wide(name: str, key: str, times: int = 1) -> Callable[[Mapping[str, Mapping[str, Any]]], int]:
@@ -83,7 +83,7 @@ _FAMILIES = {
     "sd3": _Family(
         "StableDiffusion3",
         (("clip", _PROJECTED), ("clip", _PROJECTED), ("t5", "")),
-        {"pooled_projection_dim": _projected, "joint_attention_dim": _wide("text_encoder_3", "d_model")},
+        {"pooled_projection_dim": _projection_width, "joint_attention_dim": _wide("text_encoder_3", "d_model")},
         scale={"scaling_factor": 1.5305, "shift_factor": 0.0609},
     ),
     "chroma": _Family("Chroma", (("t5", ""),), {"joint_attention_dim": _wide("text_encoder", "d_model")}),
@@ -113,14 +113,14 @@ def split_model(
     if transformer is None or vae is None or not text_encoders:
         missing = [
             name
-            for name, given in (("--transformer", transformer), ("--text-encoder", text_encoders), ("--vae", vae))
-            if not given
+            for name, path in (("--transformer", transformer), ("--text-encoder", text_encoders), ("--vae", vae))
+            if not path
         ]
         raise BadInputError(f"{' and '.join(missing)} missing: a model of split files takes all of its parts")
     model = split_file(transformer, "transformer")
     family = _FAMILIES[model.kind]
-    read = [one for path in text_encoders for one in split_files_in(path, "text encoder")]
-    texts = _texts(model, family, list({(one.path.resolve(), one.prefix): one for one in read}.values()))
+    read = [file for path in text_encoders for file in split_files_in(path, "text encoder")]
+    texts = _texts(model, family, list({(file.path.resolve(), file.prefix): file for file in read}.values()))
     decoder = split_file(vae, "vae")
     if decoder.kind != family.vae:
         raise CheckpointError(f"{vae} is the autoencoder of another model than {transformer}, a {family.prefix}")
@@ -133,41 +133,41 @@ def split_model(
     configs = {name: dict(part.config) for name, part in parts.items()}
     configs["vae"] |= family.scale
     tokenizers = _tokenizers(family, tokenizer, texts)
-    return _laid_out(parts, configs, tokenizers, family, model)
+    return _lay_out(parts, configs, tokenizers, family, model)
 
 
 def _names(count: int, what: str) -> list[str]:
     return [what if number == 1 else f"{what}_{number}" for number in range(1, count + 1)]
 
 
-def _texts(model: SplitFile, family: _Family, found: list[SplitFile]) -> dict[str, SplitFile]:
+def _texts(model: SplitFile, family: _Family, files: list[SplitFile]) -> dict[str, SplitFile]:
     """The text encoders by the names that the pipeline has for them; of two CLIP the narrower is the first.
 
     Raises:
         CheckpointError: one is missing, or one too many.
     """
-    left = sorted(found, key=lambda one: one.config.get("hidden_size", 0))
-    made: dict[str, SplitFile] = {}
+    left = sorted(files, key=lambda file: file.config.get("hidden_size", 0))
+    parts: dict[str, SplitFile] = {}
     for name, (kind, made_as) in zip(_names(len(family.texts), "text_encoder"), family.texts, strict=True):
-        one = next((one for one in left if one.kind == kind), None)
-        if one is None:
+        text = next((file for file in left if file.kind == kind), None)
+        if text is None:
             wanted = ", ".join(kind for kind, _ in family.texts)
             raise CheckpointError(
                 f"{model.path}, a {family.prefix}, takes text encoders of the kinds {wanted}: one of {kind} is "
                 "missing; give each with --text-encoder"
             )
-        left.remove(one)
-        made[name] = replace(one, config=one.config | ({"architectures": [made_as]} if made_as else {}))
+        left.remove(text)
+        parts[name] = replace(text, config=text.config | ({"architectures": [made_as]} if made_as else {}))
     if left:
         raise CheckpointError(f"{left[0].path}, a {left[0].kind}, is not part of {model.path}, a {family.prefix}")
-    told = {name: one.config for name, one in made.items()}
+    configs = {name: part.config for name, part in parts.items()}
     for name, width in family.widths.items():
-        if model.config[name] != width(told):
+        if model.config[name] != width(configs):
             raise CheckpointError(
                 f"{model.path}, a {family.prefix}, takes text of width {model.config[name]} ({name}), and the text "
-                f"encoders that were given make {width(told)}: give those of this model with --text-encoder"
+                f"encoders that were given make {width(configs)}: give those of this model with --text-encoder"
             )
-    return made
+    return parts
 
 
 def _tokenizers(family: _Family, folder: Path | None, texts: Mapping[str, SplitFile]) -> dict[str, Path | None]:
@@ -185,16 +185,18 @@ def _tokenizers(family: _Family, folder: Path | None, texts: Mapping[str, SplitF
             f"such files hold no tokenizer: give the folder of {title}'s with --tokenizer (that of any diffusers "
             "folder which reads prompts with it)"
         )
-    known = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.json")
-    if not any((folder / name).is_file() for name in known):
-        raise BadInputError(f"--tokenizer {folder} is not a folder of a tokenizer: it has none of {', '.join(known)}")
-    check_tokenizer_files(folder, next(one.config for one in texts.values() if one.kind != "clip"))
+    vocabularies = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.json")
+    if not any((folder / name).is_file() for name in vocabularies):
+        raise BadInputError(
+            f"--tokenizer {folder} is not a folder of a tokenizer: it has none of {', '.join(vocabularies)}"
+        )
+    check_tokenizer_files(folder, next(part.config for part in texts.values() if part.kind != "clip"))
     return {
         name: None if kind == "clip" else folder.resolve() for name, (kind, _) in zip(names, family.texts, strict=True)
     }
 
 
-def _laid_out(
+def _lay_out(
     parts: Mapping[str, SplitFile],
     configs: Mapping[str, dict[str, Any]],
     tokenizers: Mapping[str, Path | None],
@@ -218,9 +220,9 @@ def _laid_out(
     cache = folder_of("models")
     if cache is not None:
         with contextlib.suppress(OSError):  # a cache that cannot be written
-            return _written(cache / name, files, shipped)
+            return _write(cache / name, files, shipped)
     try:
-        return _written(_temporary() / name, files, shipped)
+        return _write(_temporary() / name, files, shipped)
     except OSError as error:
         raise CheckpointError(
             f"the parts of {model.path} cannot be laid out as a folder, in the cache or in {tempfile.gettempdir()}: "
@@ -228,7 +230,7 @@ def _laid_out(
         ) from error
 
 
-def _written(folder: Path, files: Mapping[str, Any], tokenizers: Sequence[str]) -> Path:
+def _write(folder: Path, files: Mapping[str, Any], tokenizers: Sequence[str]) -> Path:
     """``folder`` with these files and CLIP's ``tokenizers``; written anew where something else is there.
 
     Raises:
@@ -302,14 +304,14 @@ def weights_of(part: Path) -> Weights:
     table = _table(part.parent)
     try:
         row = table["parts"][part.name]
-        found = Weights(Path(row["file"]), layout_of(row["mark"]), str(row["prefix"]))
+        weights = Weights(Path(row["file"]), layout_of(row["mark"]), str(row["prefix"]))
         held = int(row["bytes"])
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise CheckpointError(f"{part.parent / _TABLE} is damaged: {_AGAIN}") from error
-    if not found.path.is_file() or found.path.stat().st_size != held:
-        what = "was changed" if found.path.is_file() else "is no longer there"
-        raise CheckpointError(f"{found.path}, the {part.name} of {part.parent}, {what}: {_AGAIN}")
-    return found
+    if not weights.path.is_file() or weights.path.stat().st_size != held:
+        what = "was changed" if weights.path.is_file() else "is no longer there"
+        raise CheckpointError(f"{weights.path}, the {part.name} of {part.parent}, {what}: {_AGAIN}")
+    return weights
 
 
 def tokenizers_of(folder: Path) -> dict[str, Path]:
@@ -318,11 +320,11 @@ def tokenizers_of(folder: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: one was moved.
     """
-    given = {name: Path(path) for name, path in _table(folder).get("tokenizers", {}).items()}
-    for name, path in given.items():
+    folders = {name: Path(path) for name, path in _table(folder).get("tokenizers", {}).items()}
+    for name, path in folders.items():
         if not path.is_dir():
             raise CheckpointError(f"{path}, the {name} of {folder}, is no longer there: {_AGAIN}")
-    return given | {place.name: place for place in folder.glob("tokenizer*")}
+    return folders | {place.name: place for place in folder.glob("tokenizer*")}
 
 
 def _table(folder: Path) -> dict[str, Any]:

@@ -73,36 +73,38 @@ class _Known(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _known() -> _Known:
-    told = json.loads((DATA / "architectures" / "split_files.json").read_text(encoding="utf-8"))
+def _read_kinds() -> _Known:
+    table = json.loads((DATA / "architectures" / "split_files.json").read_text(encoding="utf-8"))
     layouts = tuple(
         Layout(
-            one["kind"],
-            one["role"],
-            one["mark"],
-            _pattern(one["names"]),
-            tuple((_pattern([begin]), new) for begin, new in one.get("own", ())),
-            one.get("diffusers", False),
+            row["kind"],
+            row["role"],
+            row["mark"],
+            _pattern(row["names"]),
+            tuple((_pattern([begin]), new) for begin, new in row.get("own", ())),
+            row.get("diffusers", False),
         )
-        for one in told["layouts"]
+        for row in table["layouts"]
     )
-    prefixes, parts = ({role: _pattern(one) for role, one in told[name].items()} for name in ("prefixes", "parts"))
-    return _Known(layouts, prefixes, parts, _pattern(told["unused"]), told["others"])
+    prefixes, parts = (
+        {role: _pattern(pattern) for role, pattern in table[name].items()} for name in ("prefixes", "parts")
+    )
+    return _Known(layouts, prefixes, parts, _pattern(table["unused"]), table["others"])
 
 
 def layout_of(mark: str) -> Layout:
     """The layout of a mark."""
-    return next(one for one in _known().layouts if one.mark == mark)
+    return next(layout for layout in _read_kinds().layouts if layout.mark == mark)
 
 
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Matches names as the data has them: # is a number, @ a weight or a bias, .* all that follows, a dot a dot."""
-    found = []
+    parts = []
     for name in names:
         begin, rest = (name[:-2], r"\..*") if name.endswith(".*") else (name, "")
         plain = begin.replace(".", r"\.").replace("#", r"\d{1,4}").replace("@", "(weight|bias)")
-        found.append(f"(?:{plain}{rest})")
-    return re.compile("|".join(found), re.DOTALL)
+        parts.append(f"(?:{plain}{rest})")
+    return re.compile("|".join(parts), re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -152,39 +154,47 @@ def split_files_in(path: Path, role: str) -> list[SplitFile]:
         raise CheckpointError(f"{path} is a GGUF file: these are read of transformers; get the {role} as .safetensors")
     check_formats(path, header)
     shapes = {name: entry.shape for name, entry in header.tensors.items()}
-    found = _layouts_in(shapes, role)
-    if not found:
-        other = next((one[0][0] for other in _known().prefixes if (one := _layouts_in(shapes, other))), None)
-        what = f"{_KINDS[other.kind].title}, a {other.role}" if other else described(header)
-        served = ", ".join(dict.fromkeys(_KINDS[one.kind].title for one in _known().layouts if one.role == role))
+    layouts = _layouts_in(shapes, role)
+    if not layouts:
+        other = next(
+            (matches[0][0] for other in _read_kinds().prefixes if (matches := _layouts_in(shapes, other))), None
+        )
+        what = f"{_KINDS[other.kind].title}, a {other.role}" if other else title_of(header)
+        served = ", ".join(
+            dict.fromkeys(_KINDS[layout.kind].title for layout in _read_kinds().layouts if layout.role == role)
+        )
         raise CheckpointError(
             f"{path} is not a {role} that is served: it looks like {what}. Served are those of {served}"
         )
-    return [_read(path, shapes, layout, prefix, blocks) for layout, prefix in found]
+    return [_read(path, shapes, layout, prefix, blocks) for layout, prefix in layouts]
 
 
 def _layouts_in(shapes: Shapes, role: str) -> list[tuple[Layout, str]]:
     """The layouts of a role that are in a file with what stands before their names, one for each such prefix."""
-    made: dict[str, Layout] = {}
-    for layout in _known().layouts:
+    layouts: dict[str, Layout] = {}
+    for layout in _read_kinds().layouts:
         if layout.role == role:
             before = (name.removesuffix(layout.mark) for name in shapes if name.endswith(layout.mark))
             for prefix in before:
-                if _known().prefixes[role].fullmatch(prefix):
-                    made.setdefault(prefix, layout)
-    return [(layout, prefix) for prefix, layout in made.items()]
+                if _read_kinds().prefixes[role].fullmatch(prefix):
+                    layouts.setdefault(prefix, layout)
+    return [(layout, prefix) for prefix, layout in layouts.items()]
 
 
 def _read(path: Path, shapes: Shapes, layout: Layout, prefix: str, blocks: bool) -> SplitFile:
-    known = _KINDS[layout.kind]
+    reader = _KINDS[layout.kind]
     _check_leftovers(path, shapes, layout, prefix)
-    own = {_own_name(name.removeprefix(prefix), layout): one for name, one in shapes.items() if name.startswith(prefix)}
+    own = {
+        _own_name(name.removeprefix(prefix), layout): tensor
+        for name, tensor in shapes.items()
+        if name.startswith(prefix)
+    }
     try:
-        config = known.config(own)
+        config = reader.config(own)
         latents = _latents(layout, config, own)
     except (KeyError, IndexError, ValueError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(
-            f"{path} looks like {known.title}, but its weights do not go together ({type(error).__name__}: {error})"
+            f"{path} looks like {reader.title}, but its weights do not go together ({type(error).__name__}: {error})"
         ) from error
     return SplitFile(path, config, layout, prefix, latents, blocks)
 
@@ -206,13 +216,13 @@ def _latents(layout: Layout, config: Mapping[str, Any], shapes: Shapes) -> int:
         return int(config.get("latent_channels") or config.get("z_dim") or 0)
     taken = int(config["in_channels"]) // (1 if _KINDS[layout.kind].by_pixel else _PACKED)
     last = next((shapes[name][0] for name in _LAST if name in shapes), None)
-    made = taken if last is None else last // _PACKED
-    if taken != made:
+    out = taken if last is None else last // _PACKED
+    if taken != out:
         raise ValueError(
-            f"it is given {taken} channels of latents and makes {made}, as Fill, Depth, Canny and edit models do: give "
+            f"it is given {taken} channels of latents and makes {out}, as Fill, Depth, Canny and edit models do: give "
             "its diffusers folder with --model"
         )
-    return made
+    return out
 
 
 def _check_leftovers(path: Path, shapes: Shapes, layout: Layout, prefix: str) -> None:
@@ -225,14 +235,14 @@ def _check_leftovers(path: Path, shapes: Shapes, layout: Layout, prefix: str) ->
     modules, left = set(), {}
     for name in shapes:
         inner = _inner(name, prefix, layout.role)
-        if (known := weight_of(inner)) and name.startswith(prefix) and layout.names.fullmatch(known):
-            modules.add(known.split(".")[0])
-        elif known and not _is_other_part(name, prefix, layout.role):
+        if (inner_name := weight_of(inner)) and name.startswith(prefix) and layout.names.fullmatch(inner_name):
+            modules.add(inner_name.split(".")[0])
+        elif inner_name and not _is_other_part(name, prefix, layout.role):
             left[name] = inner
-    for other, marks in _known().others.items():
-        if found := next((name for name in left if any(mark in name for mark in marks)), None):
-            raise CheckpointError(f"{path} looks like {title}, but {found} in it is of {other}, which is not served")
-    strange = {name: inner for name, inner in left.items() if not _known().unused.fullmatch(inner)}
+    for other, marks in _read_kinds().others.items():
+        if leftover := next((name for name in left if any(mark in name for mark in marks)), None):
+            raise CheckpointError(f"{path} looks like {title}, but {leftover} in it is of {other}, which is not served")
+    strange = {name: inner for name, inner in left.items() if not _read_kinds().unused.fullmatch(inner)}
     inside = [name for name, inner in strange.items() if inner.split(".")[0] in modules]
     if inside:
         raise CheckpointError(
@@ -250,33 +260,33 @@ def _check_leftovers(path: Path, shapes: Shapes, layout: Layout, prefix: str) ->
 def _is_other_part(name: str, prefix: str, role: str) -> bool:
     """True for a weight of another part of an all-in-one file, which may have several text encoders."""
     several = role == "text encoder" and prefix and not name.startswith(prefix)
-    return any(one.fullmatch(name) for of, one in _known().parts.items() if of != role or several)
+    return any(pattern.fullmatch(name) for of, pattern in _read_kinds().parts.items() if of != role or several)
 
 
 def _inner(name: str, prefix: str, role: str) -> str:
     """A name without the prefix of its model, or without another that such files have."""
     if prefix and name.startswith(prefix):
         return name.removeprefix(prefix)
-    before = _known().prefixes[role].match(name)
+    before = _read_kinds().prefixes[role].match(name)
     return name[before.end() :] if before else name
 
 
-def described(header: Header) -> str:
+def title_of(header: Header) -> str:
     """Words for the kind of an unsupported file."""
     if any(name.startswith("first_stage_model.") for name in header.tensors):
         return "a whole checkpoint (give it with --model)"
-    others = _known().others.items()
-    known = (title for title, marks in others if any(mark in name for name in header.tensors for mark in marks))
-    return next(known, None) or describe(header)
+    others = _read_kinds().others.items()
+    titles = (title for title, marks in others if any(mark in name for name in header.tensors for mark in marks))
+    return next(titles, None) or describe(header)
 
 
 def _count(shapes: Shapes, before: str) -> int:
     """Number of blocks whose names begin with ``before``."""
     number = re.compile(rf"{re.escape(before)}\.(\d{{1,4}})\.")
-    found = {int(match[1]) for name in shapes if (match := number.match(name))}
-    if found != set(range(len(found))):
+    numbers = {int(match[1]) for name in shapes if (match := number.match(name))}
+    if numbers != set(range(len(numbers))):
         raise ValueError(f"of {before} some are missing")
-    return len(found)
+    return len(numbers)
 
 
 def _axes(head: int, parts: tuple[int, ...]) -> list[int]:
@@ -303,32 +313,32 @@ def _double_stream(shapes: Shapes) -> dict[str, Any]:
 
 
 def _flux1(shapes: Shapes) -> dict[str, Any]:
-    told = _double_stream(shapes)
-    return parts_of_transformers()["flux1-dev"] | told | {
+    config = _double_stream(shapes)
+    return parts_of_transformers()["flux1-dev"] | config | {
         "pooled_projection_dim": shapes["vector_in.in_layer.weight"][1],
         "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
-        "axes_dims_rope": _axes(told["attention_head_dim"], (16, 56, 56)),
+        "axes_dims_rope": _axes(config["attention_head_dim"], (16, 56, 56)),
     }  # fmt: skip
 
 
 def _chroma(shapes: Shapes) -> dict[str, Any]:
-    told = _double_stream(shapes)
+    config = _double_stream(shapes)
     hidden, channels = shapes["distilled_guidance_layer.in_proj.weight"]
-    return parts_of_transformers()["chroma1"] | told | {
+    return parts_of_transformers()["chroma1"] | config | {
         "approximator_num_channels": channels,
         "approximator_hidden_dim": hidden,
         "approximator_layers": _count(shapes, "distilled_guidance_layer.layers"),
-        "axes_dims_rope": _axes(told["attention_head_dim"], (16, 56, 56)),
+        "axes_dims_rope": _axes(config["attention_head_dim"], (16, 56, 56)),
     }  # fmt: skip
 
 
 def _flux2(shapes: Shapes) -> dict[str, Any]:
-    told = _double_stream(shapes)
+    config = _double_stream(shapes)
     width = shapes["img_in.weight"][0]
-    return parts_of_transformers()["klein-4b"] | told | {
+    return parts_of_transformers()["klein-4b"] | config | {
         "mlp_ratio": shapes["double_blocks.0.img_mlp.2.weight"][1] / width,
         "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
-        "axes_dims_rope": _axes(told["attention_head_dim"], (32, 32, 32, 32)),
+        "axes_dims_rope": _axes(config["attention_head_dim"], (32, 32, 32, 32)),
     }  # fmt: skip
 
 
@@ -464,10 +474,10 @@ def _kl(shapes: Shapes) -> dict[str, Any]:
 
 
 def _kl_flux2(shapes: Shapes) -> dict[str, Any]:
-    told = _kl(shapes)
+    config = _kl(shapes)
     quantised = any(name.endswith(".quant_conv.weight") or name == "quant_conv.weight" for name in shapes)
     both = {"use_quant_conv": quantised, "use_post_quant_conv": quantised}
-    return told | both | {"_class_name": "AutoencoderKLFlux2"}
+    return config | both | {"_class_name": "AutoencoderKLFlux2"}
 
 
 def _kl_qwen(shapes: Shapes) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def check_tokenizer_files(folder: Path, encoder: Mapping[str, Any]) -> None:
     kind = _kind(encoder)
     if kind is None:
         return
-    known = _VOCABULARIES[kind]
-    missing = [[name for name in row if not (folder / name).is_file()] for row in known]
+    files = _VOCABULARIES[kind]
+    missing = [[name for name in row if not (folder / name).is_file()] for row in files]
     if all(missing):
         raise CheckpointError(
             f"the tokenizer in {folder} lacks its vocabulary: {', or '.join(' and '.join(row) for row in missing)} is "
@@ -47,7 +47,7 @@ def check_tokenizer_files(folder: Path, encoder: Mapping[str, Any]) -> None:
             f"the tokenizer in {folder} lacks tokenizer_config.json, which states the length of a prompt; download the "
             "folder again"
         )
-    file = folder / next(row for row, gone in zip(known, missing, strict=True) if not gone)[0]
+    file = folder / next(row for row, gone in zip(files, missing, strict=True) if not gone)[0]
     if file.suffix == ".json":
         _check_words(_words_in(file), encoder, folder)
 
@@ -113,7 +113,7 @@ def _words_in(file: Path) -> int:
                 raise ValueError(f"{merges} has too few merges")
             return count
         words = table["model"]["vocab"]
-        added = [one for one in table.get("added_tokens") or () if one["content"] not in words]
+        added = [token for token in table.get("added_tokens") or () if token["content"] not in words]
         if table["model"].get("type") == "BPE" and not table["model"].get("merges") and len(words) > _SPARE_ROWS:
             raise ValueError("it has no merges")
         return len(words) + len(added)

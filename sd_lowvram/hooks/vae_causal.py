@@ -33,7 +33,7 @@ from ..models.causal_autoencoder import (
     Reduce,
     convolutions,
     dissect_causal,
-    each_step,
+    flatten_steps,
     hosted_patch,
     is_hosted,
 )
@@ -261,7 +261,7 @@ def _queries_keys_values(step: FrameAttention, rows: Tensor, whole: Sequence[int
 def _frames_of(steps: Sequence[CausalStep], frames: Sequence[int]) -> list[int]:
     """Number of frames that ``steps`` make of each chunk; the very first frame stays one."""
     factor = 1.0
-    for step in each_step(steps):
+    for step in flatten_steps(steps):
         if isinstance(step, Enlarge | Reduce) and step.time is not None:
             factor *= 2.0 if isinstance(step, Enlarge) else 0.5
     return [1, *(int(factor * count) for count in frames[1:])]
@@ -272,7 +272,7 @@ def _costs_of(steps: Sequence[CausalStep], x: Tensor, frames: Sequence[int]) -> 
     them make whole rows of all maps."""
     lag, most, scale = 0.0, 1.0, 1.0
     count = float(frames[-1])
-    for step in each_step(steps):
+    for step in flatten_steps(steps):
         pixels = scale**2
         if isinstance(step, Enlarge):
             count *= 2 if step.time is not None and len(frames) > 1 else 1

@@ -54,8 +54,8 @@ def dissect(target: Any) -> Anatomy | None:
 def dissect_any(target: Any) -> Anatomy | None:
     """Like :func:`dissect`; for any other pipeline or module, only the place of its weights; None without weights."""
     with contextlib.suppress(UnsupportedModelError):
-        if (known := dissect(target)) is not None:
-            return known
+        if (anatomy := dissect(target)) is not None:
+            return anatomy
     components = unknown.components_of(target)
     return anatomy_of_components(unknown.family_of(target), components) if components else None
 

@@ -166,8 +166,8 @@ class Family:
     is_residual_block: Callable[[nn.Module], bool] = lambda module: False
     is_transformer_block: Callable[[nn.Module], bool] = lambda module: False
     unet_path: Callable[[Any], UNetPath] | None = None
-    residual: Callable[..., Residual | None] = lambda *given, **more: None
-    transformer: Callable[..., Transformer | None] = lambda *given, **more: None
+    residual: Callable[..., Residual | None] = lambda *inputs, **more: None
+    transformer: Callable[..., Transformer | None] = lambda *inputs, **more: None
     joint: Callable[[nn.Module], JointBlock | None] = lambda block: None
     upcasts: Callable[[Any], bool] = lambda attention: False
     attend: Callable[..., Tensor] | None = None

@@ -203,11 +203,11 @@ def _ldm_attention(block: Any) -> Attention:
     layers = (block.q, block.k, block.v, block.proj_out)
     if not all(map(is_pointwise, layers)):
         raise ValueError("an attention of another kind")
-    query, key, value, out = (functools.partial(_on_tokens, conv) for conv in layers)
+    query, key, value, out = (functools.partial(_convolve_tokens, conv) for conv in layers)
     return Attention(block.norm, query, key, value, out)
 
 
-def _on_tokens(conv: nn.Module, tokens: Tensor) -> Tensor:
+def _convolve_tokens(conv: nn.Module, tokens: Tensor) -> Tensor:
     """A convolution of single pixels, on (N, pixels, C) instead of (N, C, H, W)."""
     result: Tensor = conv(tokens.transpose(1, 2).unsqueeze(3))
     return result.squeeze(3).transpose(1, 2)

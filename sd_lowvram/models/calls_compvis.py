@@ -35,10 +35,10 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
 
 def predict(unet: CompVisUNet, x: Tensor, inputs: StepInputs) -> Tensor:
     """The UNet's prediction (rows, C, h, w)."""
-    given: dict[str, Any] = {} if inputs.labels is None else {"y": inputs.labels}
+    extra: dict[str, Any] = {} if inputs.labels is None else {"y": inputs.labels}
     if "transformer_options" in arguments(type(unet)):
-        given["transformer_options"] = {}
-    prediction: Tensor = unet(x, inputs.timestep.expand(len(x)), context=inputs.text, **given)
+        extra["transformer_options"] = {}
+    prediction: Tensor = unet(x, inputs.timestep.expand(len(x)), context=inputs.text, **extra)
     return prediction
 
 
@@ -65,4 +65,4 @@ def _labels(unet: Any, rows: int, empty: Any) -> Tensor | None:
 
 def linears(module: nn.Module | None) -> Iterator[Any]:
     """The linear layers in ``module``, which may be None."""
-    yield from (one for one in (module.modules() if module is not None else ()) if hasattr(one, "in_features"))
+    yield from (layer for layer in (module.modules() if module is not None else ()) if hasattr(layer, "in_features"))

@@ -88,7 +88,7 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
         beside=empty(rows, beside, *size) if beside else None,
         labels=_labels(unet, config, rows, empty),
         guidance=None if distilled is None else empty(rows, int(distilled)),
-        added=_added(anatomy, rows, empty),
+        added=_added_conditions(anatomy, rows, empty),
         residuals=_residuals(unet, rows, size, empty) if CONTROL in anatomy.components else (),
         features=features,
         held=(*_control_images(anatomy, shape), *map(torch.empty_like, features)),
@@ -97,18 +97,18 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
 
 def predict(unet: DiffusersUNet, x: Tensor, inputs: StepInputs) -> Tensor:
     """The UNet's prediction (rows, C, h, w)."""
-    given: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if inputs.labels is not None:
-        given["class_labels"] = inputs.labels
+        extra["class_labels"] = inputs.labels
     if inputs.guidance is not None:
-        given["timestep_cond"] = inputs.guidance
+        extra["timestep_cond"] = inputs.guidance
     if inputs.added:
-        given["added_cond_kwargs"] = inputs.added
+        extra["added_cond_kwargs"] = inputs.added
     if inputs.residuals:
-        *given["down_block_additional_residuals"], given["mid_block_additional_residual"] = inputs.residuals
+        *extra["down_block_additional_residuals"], extra["mid_block_additional_residual"] = inputs.residuals
     if inputs.features:
-        given["down_intrablock_additional_residuals"] = list(inputs.features)
-    prediction: Tensor = unet(x, inputs.timestep, encoder_hidden_states=inputs.text, return_dict=False, **given)[0]
+        extra["down_intrablock_additional_residuals"] = list(inputs.features)
+    prediction: Tensor = unet(x, inputs.timestep, encoder_hidden_states=inputs.text, return_dict=False, **extra)[0]
     return prediction
 
 
@@ -119,21 +119,21 @@ def conditions(unet: Any) -> object:
 
 def helper_stages(anatomy: Anatomy, shape: Shape) -> list[Stage]:
     """The stages of the models around UNet and autoencoder."""
-    found = []
+    stages = []
     for name, component in anatomy.components.items():
         if name.startswith("text_encoder"):
-            found.append(text_stage(name, component, text_length(anatomy, name)))
+            stages.append(text_stage(name, component, text_length(anatomy, name)))
         elif name in _SEEING:
-            found.append(Stage(name, name, _SEEING[name], functools.partial(_seen, anatomy, name, shape)))
+            stages.append(Stage(name, name, _SEEING[name], functools.partial(_picture_stage, anatomy, name, shape)))
     if ADAPTER in anatomy.components:
-        found.append(Stage("adapter", ADAPTER, _adapted, functools.partial(_adapter_inputs, anatomy, shape)))
+        stages.append(Stage("adapter", ADAPTER, _adapter_residuals, functools.partial(_adapter_inputs, anatomy, shape)))
     if CONTROL in anatomy.components:
         inputs = functools.partial(_control_inputs, anatomy, shape)
-        found.append(Stage(CONTROL_STAGE, CONTROL, _controlled, inputs, repeats=True))
-    return found
+        stages.append(Stage(CONTROL_STAGE, CONTROL, _control_residuals, inputs, repeats=True))
+    return stages
 
 
-def _seen(anatomy: Anatomy, name: str, shape: Shape) -> tuple[Any, ...]:
+def _picture_stage(anatomy: Anatomy, name: str, shape: Shape) -> tuple[Any, ...]:
     """A model that looks at pictures, what it looks at, and the pictures that the pipeline holds meanwhile."""
     dtype, config = dtype_of(anatomy, name), anatomy.config(name)
     side = int(getattr(config.get("vision_config"), "image_size", 0) or config.get("image_size") or _SIDES[name])
@@ -164,7 +164,7 @@ _UNREAD = {Tensor.item: lambda _: 0.0, Tensor.numpy: lambda tensor: [[0.0] * ten
 
 def text_length(anatomy: Anatomy, name: str | None = None) -> int:
     """Tokens of a prompt: 77 for CLIP."""
-    name = name or next((one for one in anatomy.components if one.startswith("text_encoder")), None)
+    name = name or next((candidate for candidate in anatomy.components if candidate.startswith("text_encoder")), None)
     return int(anatomy.config(name).get("max_position_embeddings") or _TOKENS)
 
 
@@ -209,7 +209,7 @@ def _labels(unet: Any, config: Mapping[str, Any], rows: int, empty: _Empty) -> T
     return empty(rows, int(config["projection_class_embeddings_input_dim"]))
 
 
-def _added(anatomy: Anatomy, rows: int, empty: _Empty) -> dict[str, Any]:
+def _added_conditions(anatomy: Anatomy, rows: int, empty: _Empty) -> dict[str, Any]:
     """Pooled text and sizes (SDXL's and its refiner's, which has one size less), and the pictures of IP-Adapters."""
     config = _config(anatomy)
     added: dict[str, Any] = {}
@@ -220,7 +220,7 @@ def _added(anatomy: Anatomy, rows: int, empty: _Empty) -> dict[str, Any]:
     projections = getattr(conditions(anatomy.denoiser_module), "image_projection_layers", ())
     if projections:
         patches = _patches(anatomy)
-        added["image_embeds"] = [_image_embeds(one, patches, rows, empty) for one in projections]
+        added["image_embeds"] = [_image_embeds(projection, patches, rows, empty) for projection in projections]
     return added
 
 
@@ -264,7 +264,7 @@ def _control_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
     channels = layer(_several(anatomy.components[CONTROL], "nets")[0].conv_in).in_channels
     latents = empty(shape.rows, channels, *latent_size(anatomy, shape))
     text = empty(shape.rows, text_length(anatomy), _text_width(anatomy))
-    added = _added(anatomy, shape.rows, empty)
+    added = _added_conditions(anatomy, shape.rows, empty)
     added.pop("image_embeds", None)
     unet: Any = anatomy.denoiser_module or _several(anatomy.components[CONTROL], "nets")[0]
     before = _residuals(unet, shape.rows, latent_size(anatomy, shape), empty)
@@ -286,7 +286,7 @@ def _control_images(anatomy: Anatomy, shape: Shape) -> list[Tensor]:
     return [torch.empty(shape.rows, count, *size, dtype=dtype) for count in channels]
 
 
-def _controlled(
+def _control_residuals(
     control: Any,
     latents: Tensor,
     timestep: Tensor,
@@ -298,25 +298,27 @@ def _controlled(
     """The residuals of a ControlNet, or of several added up, as pipelines do before the UNet in each step."""
     total: list[Tensor] = []
     for net, image in zip(_several(control, "nets"), images, strict=True):
-        given: dict[str, Any] = {"added_cond_kwargs": added} if added else {}
+        extra: dict[str, Any] = {"added_cond_kwargs": added} if added else {}
         kinds = net.config.get("num_control_type")
         if kinds is None:
-            given["controlnet_cond"] = image
+            extra["controlnet_cond"] = image
         else:  # one net for several kinds of pictures
-            given |= {"controlnet_cond": [image], "control_type_idx": [0]}
-            given["control_type"] = torch.zeros(len(latents), kinds, dtype=latents.dtype)
-        down, mid = net(latents, timestep, text, return_dict=False, **given)
-        total = [one + other for one, other in zip(total, [*down, mid], strict=True)] if total else [*down, mid]
+            extra |= {"controlnet_cond": [image], "control_type_idx": [0]}
+            extra["control_type"] = torch.zeros(len(latents), kinds, dtype=latents.dtype)
+        down, mid = net(latents, timestep, text, return_dict=False, **extra)
+        total = (
+            [residual + other for residual, other in zip(total, [*down, mid], strict=True)] if total else [*down, mid]
+        )
     return total
 
 
 def _adapter_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
     component, dtype = anatomy.components[ADAPTER], dtype_of(anatomy, ADAPTER)
-    channels = [int(one.config["in_channels"]) for one in _several(component, "adapters")]
+    channels = [int(adapter.config["in_channels"]) for adapter in _several(component, "adapters")]
     return component, [torch.empty(shape.batch, count, shape.height, shape.width, dtype=dtype) for count in channels]
 
 
-def _adapted(adapter: Any, images: list[Tensor]) -> Any:
+def _adapter_residuals(adapter: Any, images: list[Tensor]) -> Any:
     return adapter(images if hasattr(adapter, "adapters") else images[0])
 
 

@@ -97,10 +97,10 @@ class CausalAutoencoder:
     encoder: tuple[CausalStep, ...]
 
 
-def each_step(steps: Sequence[CausalStep]) -> Iterator[CausalStep]:
+def flatten_steps(steps: Sequence[CausalStep]) -> Iterator[CausalStep]:
     """The steps in their order, those of a level one by one."""
     for step in steps:
-        yield from each_step(step.steps) if isinstance(step, Level) else [step]
+        yield from flatten_steps(step.steps) if isinstance(step, Level) else [step]
 
 
 def convolutions(step: CausalStep) -> list[nn.Module]:
@@ -132,7 +132,7 @@ def is_causal(vae: Any) -> bool:
 
 def dissect_causal(vae: Any) -> CausalAutoencoder | None:
     """The steps of such an autoencoder; None when ``vae`` is built otherwise."""
-    decoder, encoder = (_hosted, _hosted) if is_hosted(vae) else (_decoder, _encoder)
+    decoder, encoder = (_hosted_steps, _hosted_steps) if is_hosted(vae) else (_decoder, _encoder)
     try:
         return CausalAutoencoder(tuple(decoder(vae.decoder)), tuple(encoder(vae.encoder)))
     except (AttributeError, TypeError, ValueError):
@@ -144,12 +144,15 @@ def _decoder(decoder: Any) -> Iterator[CausalStep]:
     yield from _middle(decoder.mid_block)
     for block in decoder.up_blocks:
         samplers = block.upsamplers if hasattr(block, "upsamplers") else [block.upsampler]
-        steps = (*map(_residual, block.resnets), *(_resample(one) for one in samplers or () if one is not None))
+        steps = (
+            *map(_residual, block.resnets),
+            *(_resample(sampler) for sampler in samplers or () if sampler is not None),
+        )
         shortcut = getattr(block, "avg_shortcut", None)
         if shortcut is None:
             yield from steps
         else:
-            yield Level(steps, functools.partial(_enlarged, shortcut))
+            yield Level(steps, functools.partial(_enlarge, shortcut))
     yield _last(decoder)
 
 
@@ -159,14 +162,14 @@ def _encoder(encoder: Any) -> Iterator[CausalStep]:
         if hasattr(block, "avg_shortcut"):
             samplers = [block.downsampler] if block.downsampler is not None else []
             steps = (*map(_residual, block.resnets), *map(_resample, samplers))
-            yield Level(steps, functools.partial(_averaged, block.avg_shortcut))
+            yield Level(steps, functools.partial(_average, block.avg_shortcut))
         else:
             yield _resample(block) if hasattr(block, "resample") else _residual(block)
     yield from _middle(encoder.mid_block)
     yield _last(encoder)
 
 
-def _hosted(part: Any) -> Iterator[CausalStep]:
+def _hosted_steps(part: Any) -> Iterator[CausalStep]:
     """The steps of a decoder or an encoder of ComfyUI's."""
     rows = (part.middle, part.upsamples) if hasattr(part, "upsamples") else (part.downsamples, part.middle)
     yield CausalConv(_3x3x3(part.conv1))
@@ -174,7 +177,7 @@ def _hosted(part: Any) -> Iterator[CausalStep]:
         yield from _hosted_block(block)
     norm, activation, conv = part.head
     _must_be_silu(activation)
-    yield CausalConv(_3x3x3(conv), _of_pixels(norm))
+    yield CausalConv(_3x3x3(conv), _pixel_norm(norm))
 
 
 def _hosted_block(block: Any) -> Iterator[CausalStep]:
@@ -182,49 +185,49 @@ def _hosted_block(block: Any) -> Iterator[CausalStep]:
         grows = hasattr(block, "upsamples")
         inner = block.upsamples if grows else block.downsamples
         steps = tuple(itertools.chain.from_iterable(map(_hosted_block, inner)))
-        around = _enlarged if grows else _averaged
+        around = _enlarge if grows else _average
         whole = block.avg_shortcut is None
         yield from steps if whole else [Level(steps, functools.partial(around, block.avg_shortcut))]
     elif hasattr(block, "to_qkv"):
-        yield FrameAttention(_of_pixels(block.norm), block.to_qkv, block.proj)
+        yield FrameAttention(_pixel_norm(block.norm), block.to_qkv, block.proj)
     elif hasattr(block, "residual"):
         norm1, act1, conv1, norm2, act2, dropout, conv2 = block.residual
         for activation in (act1, act2):
             _must_be_silu(activation)
         _must_keep_values(block, dropout)
-        first = CausalConv(_3x3x3(conv1), _of_pixels(norm1))
-        yield CausalResidual(first, CausalConv(_3x3x3(conv2), _of_pixels(norm2)), block.shortcut)
+        first = CausalConv(_3x3x3(conv1), _pixel_norm(norm1))
+        yield CausalResidual(first, CausalConv(_3x3x3(conv2), _pixel_norm(norm2)), block.shortcut)
     else:
         yield _resample(block)
 
 
-def _enlarged(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:
-    made: Tensor = shortcut(x, first_chunk=first)
-    return made
+def _enlarge(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:
+    result: Tensor = shortcut(x, first_chunk=first)
+    return result
 
 
-def _averaged(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:
-    made: Tensor = shortcut(x)
-    return made
+def _average(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:
+    result: Tensor = shortcut(x)
+    return result
 
 
 def _last(part: Any) -> CausalConv:
     _must_be_silu(part.nonlinearity)
-    return CausalConv(_3x3x3(part.conv_out), _of_pixels(part.norm_out))
+    return CausalConv(_3x3x3(part.conv_out), _pixel_norm(part.norm_out))
 
 
 def _middle(block: Any) -> Iterator[CausalStep]:
     yield _residual(block.resnets[0])
     for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
-        yield FrameAttention(_of_pixels(attention.norm), attention.to_qkv, attention.proj)
+        yield FrameAttention(_pixel_norm(attention.norm), attention.to_qkv, attention.proj)
         yield _residual(resnet)
 
 
 def _residual(block: Any) -> CausalResidual:
     _must_be_silu(block.nonlinearity)
     _must_keep_values(block, block.dropout)
-    first = CausalConv(_3x3x3(block.conv1), _of_pixels(block.norm1))
-    return CausalResidual(first, CausalConv(_3x3x3(block.conv2), _of_pixels(block.norm2)), block.conv_shortcut)
+    first = CausalConv(_3x3x3(block.conv1), _pixel_norm(block.norm1))
+    return CausalResidual(first, CausalConv(_3x3x3(block.conv2), _pixel_norm(block.norm2)), block.conv_shortcut)
 
 
 def _resample(sampler: Any) -> Enlarge | Reduce:
@@ -244,20 +247,20 @@ def _3x3x3(conv: Any) -> nn.Module:
     padded = (inner._padding, inner.padding) in _PADDED
     if not padded or (inner.kernel_size, inner.stride) != ((3, 3, 3), (1, 1, 1)):
         raise ValueError(f"a convolution of another kind: {conv}")
-    found: nn.Module = conv
-    return found
+    module: nn.Module = conv
+    return module
 
 
 _PADDED = (((1, 1, 1, 1, 2, 0), (0, 0, 0)), (2, (0, 1, 1)))
 """Paddings: all sides before the convolution's own call, or the sides of a frame within it (ComfyUI from 0.33 on)."""
 
 
-def _of_pixels(norm: Any) -> nn.Module:
+def _pixel_norm(norm: Any) -> nn.Module:
     """A normalisation of each pixel by its own channels."""
     if not norm.channel_first or norm.gamma.shape[0] != norm.gamma.numel():
         raise ValueError(f"a normalisation of another kind: {norm}")
-    found: nn.Module = norm
-    return found
+    module: nn.Module = norm
+    return module
 
 
 def _must_keep_values(block: Any, dropout: Any) -> None:

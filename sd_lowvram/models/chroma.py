@@ -14,7 +14,7 @@ from torch import Tensor
 from . import diffusers, dit, flux, support
 from .anatomy import Anatomy, has
 from .calls import Shape, StepInputs
-from .joint import JointBlock, Rows, joined_positions
+from .joint import JointBlock, Rows, join_positions
 
 _WORDS = 512
 
@@ -54,7 +54,7 @@ def _joint_block(block: Any) -> JointBlock | None:
     return JointBlock(
         picture="hidden_states",
         text="" if single else "encoder_hidden_states",
-        cut={"image_rotary_emb": joined_positions},
+        cut={"image_rotary_emb": join_positions},
         attentions=(block.attn,),
         by_rows="FluxAttnProcessor",
         masked_by="attention_mask",
@@ -63,8 +63,8 @@ def _joint_block(block: Any) -> JointBlock | None:
     )
 
 
-def _mask(given: Mapping[str, Any], rows: Rows) -> Tensor | None:
-    mask = given.get("attention_mask")
+def _mask(arguments: Mapping[str, Any], rows: Rows) -> Tensor | None:
+    mask = arguments.get("attention_mask")
     return None if mask is None else mask[:, None, None, :] * rows.of_joined(mask, 1)[:, None, :, None]
 
 

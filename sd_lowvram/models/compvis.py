@@ -48,25 +48,25 @@ def unchecked_components_of(target: Any) -> dict[str, nn.Module]:
         return {"vae": target}
     forge = getattr(target, "forge_objects", None)
     holders = (target,) if forge is None else (getattr(forge, "unet", None), getattr(forge, "vae", None))
-    unets = (_reached(holder, *path) for holder in holders for path in _UNET_PATHS)
+    unets = (_follow_path(holder, *path) for holder in holders for path in _UNET_PATHS)
     unet = next((module for module in unets if isinstance(module, nn.Module)), None)
-    vae = next((module for module in (_reached(holder, "first_stage_model") for holder in holders) if module), None)
-    found = {"unet": unet, "vae": vae}
-    return {name: module for name, module in found.items() if isinstance(module, nn.Module)}
+    vae = next((module for module in (_follow_path(holder, "first_stage_model") for holder in holders) if module), None)
+    components = {"unet": unet, "vae": vae}
+    return {name: module for name, module in components.items() if isinstance(module, nn.Module)}
 
 
 _UNET_PATHS = (("model", "diffusion_model"), ("diffusion_model",))
 
 
-def _reached(start: Any, *path: str) -> Any:
+def _follow_path(start: Any, *path: str) -> Any:
     for name in path:
         start = getattr(start, name, None)
     return start
 
 
 def is_unet(module: Any) -> bool:
-    told = has(module, "time_embed", "input_blocks", "middle_block", "output_blocks", "out")
-    return told and isinstance(module, nn.Module) and not support.is_of_video(module)
+    matches = has(module, "time_embed", "input_blocks", "middle_block", "output_blocks", "out")
+    return matches and isinstance(module, nn.Module) and not support.is_of_video(module)
 
 
 def is_autoencoder(module: Any) -> bool:
@@ -144,19 +144,19 @@ def transformer(
     plain = all(map(_is_row_by_row, attentions)) and _is_unpatched(transformer_options)
     if any(odd) or any(more.values()) or not plain:
         return None
-    given = {} if transformer_options is None else {"transformer_options": transformer_options}
+    extra = {} if transformer_options is None else {"transformer_options": transformer_options}
     own = context if getattr(block, "disable_self_attn", False) else None
-    parts = [_token_attention(block.norm1, block.attn1, own, given)]
+    parts = [_token_attention(block.norm1, block.attn1, own, extra)]
     if block.attn2 is not None:
-        parts.append(_token_attention(block.norm2, block.attn2, context, given))
+        parts.append(_token_attention(block.norm2, block.attn2, context, extra))
     return Transformer(tuple(parts), block.norm3, block.ff)
 
 
 def _token_attention(
-    norm: nn.Module, attention: Any, context: Tensor | None, given: Mapping[str, Any]
+    norm: nn.Module, attention: Any, context: Tensor | None, extra: Mapping[str, Any]
 ) -> TokenAttention:
-    takes = "transformer_options" in calls_compvis.arguments(type(attention)) or not given
-    passed = given if takes else {}
+    takes = "transformer_options" in calls_compvis.arguments(type(attention)) or not extra
+    passed = extra if takes else {}
     return TokenAttention(
         norm, attention.to_k, attention.to_v, context, lambda rows, keys: attention(rows, context=keys, **passed)
     )
@@ -182,8 +182,8 @@ def attend(attention: Any, original: Callable[..., Tensor], x: Tensor, *args: An
     if attend_kind(attention) == "map":
         return _attend_map(attention, x) if not args else original(x, *args, **kwargs)
     context, value, mask, options = (kwargs.get(name) for name in ("context", "value", "mask", "transformer_options"))
-    known = {"context", "value", "mask", "transformer_options"}
-    if len(args) > 1 or (args and context is not None) or any(kwargs[name] for name in kwargs.keys() - known):
+    served = {"context", "value", "mask", "transformer_options"}
+    if len(args) > 1 or (args and context is not None) or any(kwargs[name] for name in kwargs.keys() - served):
         return original(x, *args, **kwargs)
     context = args[0] if args else context
     query = attention.to_q(x)
@@ -210,7 +210,7 @@ def _optimized_attention(
 ) -> Tensor:
     """Attention by torch's function under the signature of ComfyUI's: (N, tokens, heads * width), or heads apart."""
     if not skip_reshape:
-        q, k, v = (one.unflatten(2, (heads, -1)).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (tensor.unflatten(2, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=_broadcast(mask, len(q), k.shape[2]))
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
@@ -271,7 +271,7 @@ def _configs(components: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     configs: dict[str, dict[str, Any]] = {}
     if "unet" in components:
         unet: CompVisUNet = components["unet"]
-        last: Any = [one for one in unet.out.modules() if hasattr(one, "out_channels")][-1]
+        last: Any = [module for module in unet.out.modules() if hasattr(module, "out_channels")][-1]
         configs["unet"] = {"out_channels": int(last.out_channels)}
         if next(calls_compvis.linears(getattr(unet, "label_emb", None)), None) is not None:
             configs["unet"]["sample_size"] = 128

@@ -32,12 +32,12 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     """The models of a pipeline, or a UNet, autoencoder or text encoder by itself; empty for all else.
 
     Raises:
-        UnsupportedModelError, ConflictError: as :func:`served_of`.
+        UnsupportedModelError, ConflictError: as :func:`find_served`.
     """
-    return served_of(target, SERVED, _ALONE)
+    return find_served(target, SERVED, _ALONE)
 
 
-def served_of(target: Any, served: support.Served, alone: Iterable[str]) -> dict[str, nn.Module]:
+def find_served(target: Any, served: support.Served, alone: Iterable[str]) -> dict[str, nn.Module]:
     """The models of a pipeline in the order of ``served``, or a model by itself; empty for all else.
 
     Args:
@@ -48,15 +48,15 @@ def served_of(target: Any, served: support.Served, alone: Iterable[str]) -> dict
         ConflictError: a part whose weights diffusers casts layer by layer.
     """
     if isinstance(target, nn.Module):
-        found = next(({name: target} for name in alone if served[name](target)), {})
+        components = next(({name: target} for name in alone if served[name](target)), {})
     else:
         parts = getattr(target, "components", None)
         named = parts if isinstance(parts, dict) else {}
         modules = {name: part for name, part in named.items() if isinstance(part, nn.Module)}
         support.check(target, modules, served)
-        found = {name: modules[name] for name in served if name in modules}
-    support.check_casting(found)
-    return found
+        components = {name: modules[name] for name in served if name in modules}
+    support.check_casting(components)
+    return components
 
 
 def unchecked_components_of(target: Any, served: support.Served | None = None) -> dict[str, nn.Module]:
@@ -84,7 +84,7 @@ def is_unet(module: Any) -> bool:
         return False
     kinds = {type(block).__name__ for block in (*module.down_blocks, module.mid_block, *module.up_blocks)}
     asked = module.config.get
-    return kinds <= _BLOCKS and all(asked(name) in known for name, known in _CONDITIONS.items())
+    return kinds <= _BLOCKS and all(asked(name) in served for name, served in _CONDITIONS.items())
 
 
 _BLOCKS = {
@@ -154,23 +154,23 @@ def unet_path(unet: DiffusersUNet) -> UNetPath:
     blocks = [*unet.down_blocks, *([] if unet.mid_block is None else [unet.mid_block]), *unet.up_blocks]
     makers = [unet.conv_in]
     for block in unet.down_blocks:
-        last = "attentions" if any(True for _ in _all(block, "attentions")) else "resnets"
-        makers += [*_all(block, last), *_all(block, "downsamplers")]
+        last = "attentions" if any(True for _ in _list_modules(block, "attentions")) else "resnets"
+        makers += [*_list_modules(block, last), *_list_modules(block, "downsamplers")]
     return UNetPath(
-        modules=(unet.conv_in, *(module for block in blocks for module in _in_turn(block))),
+        modules=(unet.conv_in, *(module for block in blocks for module in _modules_in_order(block))),
         makers=tuple(makers),
         tail=tuple(module for module in (unet.conv_norm_out, unet.conv_out) if module is not None),
     )
 
 
-def _in_turn(block: Any) -> Iterator[nn.Module]:
+def _modules_in_order(block: Any) -> Iterator[nn.Module]:
     """The modules of a block: each residual block, with its transformer after it where there is one, and a sampler."""
-    pairs = itertools.zip_longest(_all(block, "resnets"), _all(block, "attentions"))
+    pairs = itertools.zip_longest(_list_modules(block, "resnets"), _list_modules(block, "attentions"))
     yield from (module for pair in pairs for module in pair if module is not None)
-    yield from (module for kind in ("downsamplers", "upsamplers") for module in _all(block, kind))
+    yield from (module for kind in ("downsamplers", "upsamplers") for module in _list_modules(block, kind))
 
 
-def _all(block: Any, kind: str) -> Iterator[nn.Module]:
+def _list_modules(block: Any, kind: str) -> Iterator[nn.Module]:
     yield from (module for module in getattr(block, kind, None) or () if module is not None)
 
 
@@ -234,13 +234,13 @@ def transformer(
         else _token_attention(block.norm1, block.attn1, None, {"attention_mask": attention_mask, **extra})
     ]
     if block.attn2 is not None:
-        given = {"attention_mask": encoder_attention_mask, **extra}
-        parts.append(_token_attention(block.norm2, block.attn2, encoder_hidden_states, given))
+        options = {"attention_mask": encoder_attention_mask, **extra}
+        parts.append(_token_attention(block.norm2, block.attn2, encoder_hidden_states, options))
     return Transformer(tuple(parts), block.norm3, block.ff)
 
 
 def _token_attention(
-    norm: nn.Module, attention: Any, context: Tensor | None, given: Mapping[str, Any]
+    norm: nn.Module, attention: Any, context: Tensor | None, extra: Mapping[str, Any]
 ) -> TokenAttention:
     # of a context whose keys and values are there, the processor only looks at the batch and the length
     return TokenAttention(
@@ -248,7 +248,7 @@ def _token_attention(
         attention.to_k,
         attention.to_v,
         context,
-        lambda rows, keys: attention(rows, encoder_hidden_states=keys, **given),
+        lambda rows, keys: attention(rows, encoder_hidden_states=keys, **extra),
     )
 
 
@@ -263,8 +263,8 @@ def _is_plain(block: Any) -> bool:
 
 def _is_row_by_row(attention: Any) -> bool:
     mixes = (getattr(attention, name, None) for name in ("group_norm", "spatial_norm", "norm_cross"))
-    known = type(attention.processor).__name__ in _ROW_BY_ROW or isinstance(attention, MapAttention)
-    return known and not any(mixes)
+    is_listed = type(attention.processor).__name__ in _ROW_BY_ROW or isinstance(attention, MapAttention)
+    return is_listed and not any(mixes)
 
 
 def _mixes_rows(attention: Any) -> bool:

@@ -91,7 +91,7 @@ def _components_of(
     """The models of a pipeline, or one that is served by itself; empty for all else.
 
     Raises:
-        UnsupportedModelError, ConflictError: as :func:`.diffusers.served_of`.
+        UnsupportedModelError, ConflictError: as :func:`.diffusers.find_served`.
     """
     if not isinstance(target, nn.Module):
         transformer = getattr(target, "transformer", None)
@@ -100,9 +100,9 @@ def _components_of(
             return {}
         for name in unplanned(target):
             if (part := getattr(target, name, None)) is not None:
-                works = support.planned_alone({"vae": getattr(target, "vae", None)})
-                raise support.unsupported(target, name, part, works)
-    return diffusers.served_of(target, served, alone)
+                works = support.names_planned_alone({"vae": getattr(target, "vae", None)})
+                raise support.unsupported_error(target, name, part, works)
+    return diffusers.find_served(target, served, alone)
 
 
 def _reads_alike(target: Any, served: support.Served) -> bool:
@@ -123,8 +123,8 @@ def _text_stages(readings: Mapping[str, Reading], anatomy: Anatomy, shape: Shape
 
 def _text_stage(name: str, encoder: nn.Module, how: Reading) -> Stage:
     def run(encoder: nn.Module, tokens: Tensor) -> Any:
-        told = {"attention_mask": torch.ones_like(tokens)} if how.masked else {}
-        return encoder(tokens, output_hidden_states=how.hidden, **told, **how.options)
+        extra = {"attention_mask": torch.ones_like(tokens)} if how.masked else {}
+        return encoder(tokens, output_hidden_states=how.hidden, **extra, **how.options)
 
     return Stage(TEXT_STAGE, name, run, lambda: (encoder, torch.zeros(1, how.tokens, dtype=torch.long)))
 
@@ -221,8 +221,8 @@ def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 def packed_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
     """The packed latents in a call, and the size of the picture that the ids of their tokens tell."""
-    given = given_by_name(transformer, args, kwargs)
-    latents, ids = given.get("hidden_states"), given.get("img_ids")
+    arguments = given_by_name(transformer, args, kwargs)
+    latents, ids = arguments.get("hidden_states"), arguments.get("img_ids")
     if not (isinstance(latents, Tensor) and isinstance(ids, Tensor)):
         return None  # the call itself says what is missing
 

@@ -16,15 +16,15 @@ from torch import nn
 from . import diffusers, dit, support
 from .anatomy import Anatomy, has
 from .calls import Shape, StepInputs
-from .joint import JointBlock, joined_positions
+from .joint import JointBlock, join_positions
 
 _READINGS = {"text_encoder": dit.Reading(77), "text_encoder_2": dit.Reading(512)}
 """CLIP contributes its pooled output, T5 all tokens of the prompt."""
 
 
 def is_transformer(module: Any) -> bool:
-    told = has(module, "x_embedder", "context_embedder", "time_text_embed", "transformer_blocks", "proj_out")
-    return told and has(module, "single_transformer_blocks") and not hasattr(module, "distilled_guidance_layer")
+    matches = has(module, "x_embedder", "context_embedder", "time_text_embed", "transformer_blocks", "proj_out")
+    return matches and has(module, "single_transformer_blocks") and not hasattr(module, "distilled_guidance_layer")
 
 
 SERVED: support.Served = {
@@ -67,7 +67,7 @@ def _joint_block(block: Any) -> JointBlock | None:
     return JointBlock(
         picture="hidden_states",
         text="encoder_hidden_states",
-        cut={"image_rotary_emb": joined_positions},
+        cut={"image_rotary_emb": join_positions},
         attentions=(block.attn,),
         by_rows="FluxAttnProcessor",
         besides=(block.proj_mlp,) if single else (),

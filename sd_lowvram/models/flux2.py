@@ -14,7 +14,7 @@ import torch
 from . import diffusers, dit, flux, support
 from .anatomy import Anatomy, has
 from .calls import Shape, StepInputs
-from .joint import JointBlock, joined_positions
+from .joint import JointBlock, join_positions
 
 _WORDS = 512
 
@@ -58,7 +58,7 @@ def _joint_block(block: Any) -> JointBlock | None:
     return JointBlock(
         picture="hidden_states",
         text="" if single else "encoder_hidden_states",
-        cut={"image_rotary_emb": joined_positions},
+        cut={"image_rotary_emb": join_positions},
         attentions=(block.attn,),
         by_rows="Flux2ParallelSelfAttnProcessor" if single else "Flux2AttnProcessor",
     )

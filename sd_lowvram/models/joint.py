@@ -64,28 +64,31 @@ class JointBlock:
     attentions: tuple[Any, ...]
     by_rows: str
     masked_by: str = ""
-    mask: Mask = lambda given, rows: None
+    mask: Mask = lambda arguments, rows: None
     text_last: bool = False
     besides: tuple[nn.Module, ...] = ()
 
-    def is_plain(self, given: Mapping[str, Any]) -> bool:
+    def is_plain(self, arguments: Mapping[str, Any]) -> bool:
         """True if neither the call nor a processor lets tokens interact in another way."""
-        known = all(type(one.processor).__name__ == self.by_rows for one in self.attentions)
-        modulations = (given.get(name) for name in ("temb_mod", "temb_mod_img", "temb_mod_txt"))
-        by_token = any(isinstance(one, Tensor) and one.ndim == 3 and one.shape[1] > 1 for one in modulations)
-        return known and not by_token and not given.get("joint_attention_kwargs")
+        is_served = all(type(attention.processor).__name__ == self.by_rows for attention in self.attentions)
+        modulations = (arguments.get(name) for name in ("temb_mod", "temb_mod_img", "temb_mod_txt"))
+        by_token = any(
+            isinstance(modulation, Tensor) and modulation.ndim == 3 and modulation.shape[1] > 1
+            for modulation in modulations
+        )
+        return is_served and not by_token and not arguments.get("joint_attention_kwargs")
 
-    def texts(self, given: Mapping[str, Any]) -> int:
+    def texts(self, arguments: Mapping[str, Any]) -> int:
         """Tokens of the text."""
-        return int(given[self.text].shape[1]) if self.text else 0
+        return int(arguments[self.text].shape[1]) if self.text else 0
 
-    def part(self, given: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
+    def part(self, arguments: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
         """Arguments of the block for some rows."""
-        some = dict(given)
-        some[self.picture] = given[self.picture][:, rows.start : rows.stop]
+        some = dict(arguments)
+        some[self.picture] = arguments[self.picture][:, rows.start : rows.stop]
         if self.text:
-            some[self.text] = given[self.text][:, : rows.words]
-        some |= {name: cut(given[name], rows) for name, cut in self.cut.items() if given.get(name) is not None}
+            some[self.text] = arguments[self.text][:, : rows.words]
+        some |= {name: cut(arguments[name], rows) for name, cut in self.cut.items() if arguments.get(name) is not None}
         return some | ({self.masked_by: None} if self.masked_by else {})
 
     def queries(self) -> list[nn.Module]:
@@ -98,16 +101,16 @@ class JointBlock:
 
 
 def _layers(attentions: tuple[Any, ...], names: tuple[str, ...]) -> list[nn.Module]:
-    found = (getattr(attention, name, None) for attention in attentions for name in names)
-    return [layer for layer in found if isinstance(layer, nn.Module)]
+    layers = (getattr(attention, name, None) for attention in attentions for name in names)
+    return [layer for layer in layers if isinstance(layer, nn.Module)]
 
 
-def joined_positions(positions: tuple[Tensor, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
+def join_positions(positions: tuple[Tensor, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
     """Cosine and sine (words + tokens, width) of some rows."""
     cosine, sine = positions
     return rows.of_joined(cosine, 0), rows.of_joined(sine, 0)
 
 
-def along_tokens(tensor: Tensor, rows: Rows) -> Tensor:
+def select_tokens(tensor: Tensor, rows: Rows) -> Tensor:
     """Some tokens of (N, tokens, ...)."""
     return tensor[:, rows.start : rows.stop]

@@ -15,7 +15,7 @@ from torch import nn
 from . import diffusers, dit, support
 from .anatomy import Anatomy, has, having
 from .calls import LatentsInCall, Shape, StepInputs
-from .joint import JointBlock, joined_positions
+from .joint import JointBlock, join_positions
 from .latents import latent_channels
 
 _WORDS = 512
@@ -49,8 +49,8 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
 
 def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
     """The packed latents in a call, and the size of the picture that their positions tell."""
-    given = dit.given_by_name(transformer, args, kwargs)
-    return dit.packed_in_call(transformer, (), {**given, "img_ids": given.get("position_ids")})
+    arguments = dit.given_by_name(transformer, args, kwargs)
+    return dit.packed_in_call(transformer, (), {**arguments, "img_ids": arguments.get("position_ids")})
 
 
 def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _joint_block(block: nn.Module) -> JointBlock | None:
     return JointBlock(
         picture="hidden_states",
         text="",
-        cut={"image_rotary_emb": joined_positions},
+        cut={"image_rotary_emb": join_positions},
         attentions=(attention,),
         by_rows="Krea2AttnProcessor",
         besides=(attention.to_gate,),

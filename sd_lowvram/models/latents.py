@@ -18,9 +18,9 @@ from .causal_autoencoder import FRAMES, sees_frames
 def scale_factor(anatomy: Anatomy) -> int:
     """Pixels per latent pixel in one direction: 8 for Stable Diffusion, 4 for its upscaler."""
     config = anatomy.config(anatomy.autoencoder)
-    told = anatomy.config(anatomy.denoiser).get("latent_scale", config.get("latent_scale"))
-    if told is not None:
-        return int(told)
+    scale = anatomy.config(anatomy.denoiser).get("latent_scale", config.get("latent_scale"))
+    if scale is not None:
+        return int(scale)
     if "dim_mult" in config:
         return int(2 ** (len(config["dim_mult"]) - 1)) * _packed_side(config)
     return int(2 ** (len(config.get("block_out_channels", (0,) * 4)) - 1))
@@ -62,10 +62,10 @@ def check_latents(owner: Any, anatomy: Anatomy) -> None:
     """
     if anatomy.denoiser is None or anatomy.autoencoder is None:
         return
-    made, decoded = anatomy.config(anatomy.denoiser).get("out_channels"), latent_channels(anatomy)
-    if made is not None and int(made) != decoded:
+    channels, decoded = anatomy.config(anatomy.denoiser).get("out_channels"), latent_channels(anatomy)
+    if channels is not None and int(channels) != decoded:
         raise BadInputError(
-            f"the {anatomy.denoiser} of {type(owner).__name__} makes latents of {made} channels, and its "
+            f"the {anatomy.denoiser} of {type(owner).__name__} makes latents of {channels} channels, and its "
             f"{anatomy.autoencoder} decodes {decoded}: it is another model's autoencoder; load the one of this model"
         )
 
@@ -112,7 +112,7 @@ def dtype_of(anatomy: Anatomy, name: str, as_loaded: bool = False) -> torch.dtyp
     return anatomy.computes.get(name) or next(wide, torch.float32)
 
 
-def unpacked(anatomy: Anatomy, latents: Any) -> Any:
+def unpack(anatomy: Anatomy, latents: Any) -> Any:
     """``latents``, or where they are packed as FLUX.2 denoises them, squares of 2x2 normalised by the autoencoder's
     batch norm, what they are of; a host's own decode unpacks them."""
     norm = getattr(anatomy.vae, "bn", None)
@@ -123,6 +123,6 @@ def unpacked(anatomy: Anatomy, latents: Any) -> Any:
         or latents.shape[1] != norm.num_features
     ):
         return latents
-    mean, variance = (one.view(1, -1, 1, 1) for one in (norm.running_mean, norm.running_var))
+    mean, variance = (vector.view(1, -1, 1, 1) for vector in (norm.running_mean, norm.running_var))
     spread = torch.sqrt(variance + norm.eps).to(latents)
     return F.pixel_shuffle(latents * spread + mean.to(latents), 2)

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import diffusers, dit, support
 from .anatomy import Anatomy, has
 from .calls import LatentsInCall, Shape, StepInputs
-from .joint import JointBlock, Rows, along_tokens
+from .joint import JointBlock, Rows, select_tokens
 
 _WORDS = 512
 _READ = 1024 + 34
@@ -24,8 +24,8 @@ _READ = 1024 + 34
 
 
 def is_transformer(module: Any) -> bool:
-    told = has(module, "img_in", "txt_in", "txt_norm", "time_text_embed", "transformer_blocks", "proj_out")
-    return told and hasattr(getattr(module, "pos_embed", None), "pos_freqs")  # ComfyUI has no such layer in its own
+    matches = has(module, "img_in", "txt_in", "txt_norm", "time_text_embed", "transformer_blocks", "proj_out")
+    return matches and hasattr(getattr(module, "pos_embed", None), "pos_freqs")  # ComfyUI has no such layer in its own
 
 
 SERVED: support.Served = {
@@ -53,8 +53,8 @@ def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
 
 def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
     """The packed latents in a call, and the size of the picture, which comes first where others are joined to it."""
-    given = dit.given_by_name(transformer, args, kwargs)
-    latents, shapes = given.get("hidden_states"), given.get("img_shapes")
+    arguments = dit.given_by_name(transformer, args, kwargs)
+    latents, shapes = arguments.get("hidden_states"), arguments.get("img_shapes")
     if not (isinstance(latents, Tensor) and shapes):
         return None
     first = shapes[0][0] if isinstance(shapes[0], list) else shapes[0]
@@ -72,7 +72,7 @@ def _joint_block(block: Any) -> JointBlock | None:
     return JointBlock(
         picture="hidden_states",
         text="encoder_hidden_states",
-        cut={"image_rotary_emb": _positions, "modulate_index": along_tokens},
+        cut={"image_rotary_emb": _positions, "modulate_index": select_tokens},
         attentions=(block.attn,),
         by_rows="QwenDoubleStreamAttnProcessor2_0",
         masked_by="encoder_hidden_states_mask",
@@ -85,8 +85,8 @@ def _positions(positions: tuple[Tensor, Tensor], rows: Rows) -> tuple[Tensor, Te
     return picture[rows.start : rows.stop], text[: rows.words]
 
 
-def _mask(given: Mapping[str, Any], rows: Rows) -> Tensor | None:
-    words, picture = given.get("encoder_hidden_states_mask"), given["hidden_states"]
+def _mask(arguments: Mapping[str, Any], rows: Rows) -> Tensor | None:
+    words, picture = arguments.get("encoder_hidden_states_mask"), arguments["hidden_states"]
     if words is None:
         return None
     return torch.cat([words, words.new_ones(picture.shape[:2])], 1)[:, None, None, :]

@@ -26,8 +26,8 @@ _READINGS = {
 
 
 def is_transformer(module: Any) -> bool:
-    told = has(module, "pos_embed", "context_embedder", "time_text_embed", "transformer_blocks", "proj_out")
-    return told and hasattr(module.pos_embed, "cropped_pos_embed")
+    matches = has(module, "pos_embed", "context_embedder", "time_text_embed", "transformer_blocks", "proj_out")
+    return matches and hasattr(module.pos_embed, "cropped_pos_embed")
 
 
 SERVED: support.Served = {

@@ -28,13 +28,13 @@ def check(owner: Any, parts: Mapping[str, nn.Module], served: Served) -> None:
     unknown = [name for name, module in parts.items() if name not in served or not served[name](module)]
     if not unknown:
         return
-    works = planned_alone(parts)
+    works = names_planned_alone(parts)
     order = [*(name for start in _TOLD_FIRST for name in unknown if name.startswith(start)), *unknown]
     part = next((name for name in order if name not in works), order[0])
-    raise unsupported(owner, part, parts[part], works)
+    raise unsupported_error(owner, part, parts[part], works)
 
 
-def planned_alone(parts: Mapping[str, Any]) -> tuple[str, ...]:
+def names_planned_alone(parts: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of ``parts`` that are planned when they are given by themselves."""
     from . import dissect
 
@@ -105,12 +105,12 @@ def run_pipeline_on(pipeline: Any, device: torch.device) -> Callable[[], None]:
     """Make a diffusers pipeline create its tensors on ``device``, if needed; return the function that undoes this."""
     own = getattr(pipeline, "_execution_device", device)
     parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)] if own != device else []
-    told = [part for part in parts if not hasattr(part, "_hf_hook")]
-    for part in told:
+    free = [part for part in parts if not hasattr(part, "_hf_hook")]
+    for part in free:
         part._hf_hook = ExecutionDevice(device)  # type: ignore[assignment]
 
     def undo() -> None:
-        for part in told:
+        for part in free:
             vars(part).pop("_hf_hook", None)
 
     return undo
@@ -122,7 +122,9 @@ def diffusers_hooks(part: nn.Module) -> set[str]:
     return {name for registry in registries for name in getattr(registry, "hooks", {})}
 
 
-def unsupported(owner: Any, part: str = "", module: Any = None, works: tuple[str, ...] = ()) -> UnsupportedModelError:
+def unsupported_error(
+    owner: Any, part: str = "", module: Any = None, works: tuple[str, ...] = ()
+) -> UnsupportedModelError:
     """The error that ``owner`` cannot be planned because of ``module``, its ``part``, with the parts that can be.
 
     Args:
@@ -131,11 +133,11 @@ def unsupported(owner: Any, part: str = "", module: Any = None, works: tuple[str
     """
     module = owner if module is None else module
     parts = getattr(owner, "components", None)
-    if isinstance(parts, dict) and not any(isinstance(one, nn.Module) for one in parts.values()):
+    if isinstance(parts, dict) and not any(isinstance(part, nn.Module) for part in parts.values()):
         return UnsupportedModelError(
             f"{type(owner).__name__} holds no model: all of its parts are None. Load those that this process runs"
         )
-    of, kind, why = type(owner).__name__, type(module).__name__, _why(part, module, part in works)
+    of, kind, why = type(owner).__name__, type(module).__name__, _refusal(part, module, part in works)
     shown = f" ({part}: {kind})" if part else ""
     decodes = ["decode(pipe.vae, latents)"] if "vae" in works else []
     can = ", ".join([*(f"optimize(pipe.{name}, ...)" for name in works), *decodes])
@@ -151,7 +153,7 @@ def unsupported(owner: Any, part: str = "", module: Any = None, works: tuple[str
     )
 
 
-def _why(part: str, module: Any, alone: bool) -> str:
+def _refusal(part: str, module: Any, alone: bool) -> str:
     kind = type(module).__name__
     autoencoder = has(module, "encode", "decode")
     denoiser = part == "unet" or any(has(module, *names) for names in _UNETS)
@@ -183,4 +185,4 @@ def packed_side(autoencoder: nn.Module) -> int:
 
 def is_of_video(module: nn.Module) -> bool:
     """True for an autoencoder or a denoiser of frames."""
-    return any(isinstance(one, nn.Conv3d) or hasattr(one, "time_stack") for one in module.modules())
+    return any(isinstance(layer, nn.Conv3d) or hasattr(layer, "time_stack") for layer in module.modules())

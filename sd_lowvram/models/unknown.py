@@ -24,20 +24,20 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     """Every model of a pipeline, or a module by itself, that has weights."""
     parts = {_ALONE: target} if isinstance(target, nn.Module) else getattr(target, "components", None)
     named = parts.items() if isinstance(parts, dict) else ()
-    found = {name: part for name, part in named if isinstance(part, nn.Module) and all_tensors(part)}
-    support.check_casting(found)
-    return found
+    components = {name: part for name, part in named if isinstance(part, nn.Module) and all_tensors(part)}
+    support.check_casting(components)
+    return components
 
 
 def family_of(target: Any) -> Family:
     """The family of one target."""
     parts = components_of(target)
     denoiser = next((name for name in (*_DENOISERS, _ALONE) if name in parts), "")
-    known = diffusers.is_autoencoder(parts.get("vae"))
-    return dataclasses.replace(FAMILY, denoiser=denoiser, autoencoder="vae" if known else "")
+    is_known = diffusers.is_autoencoder(parts.get("vae"))
+    return dataclasses.replace(FAMILY, denoiser=denoiser, autoencoder="vae" if is_known else "")
 
 
-def _calls(*given: Any) -> Any:
+def _calls(*arguments: Any) -> Any:
     raise NotImplementedError("nobody knows what this model is called with")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import diffusers, dit, support
 from .anatomy import Anatomy, has
 from .calls import LatentsInCall, Shape, StepInputs
-from .joint import JointBlock, along_tokens
+from .joint import JointBlock, select_tokens
 from .latents import latent_channels, latent_size
 
 _TOKENS = 512
@@ -24,8 +24,8 @@ _SHORTER = 32
 
 
 def is_transformer(module: Any) -> bool:
-    told = has(module, "all_x_embedder", "cap_embedder", "noise_refiner", "context_refiner", "layers")
-    return told and module.siglip_embedder is None
+    matches = has(module, "all_x_embedder", "cap_embedder", "noise_refiner", "context_refiner", "layers")
+    return matches and module.siglip_embedder is None
 
 
 SERVED: support.Served = {
@@ -53,7 +53,7 @@ def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
     texts = [first, *(text[:-_SHORTER] for text in others)]
     maps = list(x.to(first.dtype).unsqueeze(2).unbind())
     predicted = transformer(maps, inputs.timestep.expand(len(x)), texts, return_dict=False)[0]
-    return torch.stack([one.float() for one in predicted]).squeeze(2)
+    return torch.stack([picture.float() for picture in predicted]).squeeze(2)
 
 
 def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
@@ -73,7 +73,7 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
 def _joint_block(block: Any) -> JointBlock | None:
     if not has(block, "attention", "feed_forward", "attention_norm1", "ffn_norm1"):
         return None
-    cut = {"freqs_cis": along_tokens, "noise_mask": along_tokens}
+    cut = {"freqs_cis": select_tokens, "noise_mask": select_tokens}
     by_rows = "ZSingleStreamAttnProcessor"
     return JointBlock(picture="x", text="", cut=cut, attentions=(block.attention,), by_rows=by_rows)
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 import sd_lowvram
 from sd_lowvram import Settings
 from sd_lowvram.checkpoints.safetensors_header import read_header
-from sd_lowvram.checkpoints.scaled_files import apart, check_formats, converted, fill
+from sd_lowvram.checkpoints.scaled_files import check_formats, convert_names, fill, split_scales
 from sd_lowvram.errors import CheckpointError
 from sd_lowvram.kernels.scaled import ScaledLinear
 from sd_lowvram.session import attached
@@ -56,7 +56,7 @@ def as_file(model: nn.Module, kind: str, part: str = "") -> dict[str, Tensor]:
 def read(model: nn.Module, path: Path) -> nn.Module:
     """``model`` with what the file at ``path`` holds for it."""
     check_formats(path, read_header(path))
-    assert not fill(model, *converted(*apart(load_file(path)), lambda weights: weights), torch.float32)
+    assert not fill(model, *convert_names(*split_scales(load_file(path)), lambda weights: weights), torch.float32)
     return model.requires_grad_(False)
 
 
@@ -134,10 +134,10 @@ def test_the_scales_of_rows_go_where_a_converter_puts_them() -> None:
         shift, scale = held.pop("shift_scale.weight").chunk(2)
         return {"q.weight": q, "kv.weight": torch.cat([v, k]), "ada.weight": torch.cat([scale, shift])}
 
-    made, moved = converted(weights, scales, convert)
+    made, moved = convert_names(weights, scales, convert)
     assert made["ada.weight"].dtype == torch.float32 and moved.keys() == {"q.weight", "kv.weight"}
     assert moved["kv.weight"].flatten().tolist() == [4, 5, 2, 3]
-    alike = converted({**weights}, {"qkv.weight": torch.tensor([3.0])}, convert)[1]
+    alike = convert_names({**weights}, {"qkv.weight": torch.tensor([3.0])}, convert)[1]
     assert all(one.shape == () and one == 3 for one in alike.values())
 
 
@@ -178,7 +178,7 @@ def test_a_lora_goes_around_such_a_layer() -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(16, 16))
-    held = apart(as_file(plain, "scaled_fp8"))
+    held = split_scales(as_file(plain, "scaled_fp8"))
     fill(plain, *held, torch.float32)
     x = torch.randn(2, 16)
     before = plain(x)

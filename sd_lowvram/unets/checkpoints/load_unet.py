@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.load import explained, load_folder_part
+from ...checkpoints.load import explain_errors, load_folder_part
 from ...checkpoints.safetensors_header import read_header
 from ...errors import CheckpointError
 
@@ -67,5 +67,5 @@ def load_unet(folder: Path, dtype: torch.dtype | None) -> Any:
         CheckpointError: its files do not make a UNet, or weights are missing.
     """
     name = str(_table(folder / "config.json").get("_class_name"))
-    with explained(folder):
+    with explain_errors(folder):
         return load_folder_part(folder, "diffusers", name, dtype).eval().requires_grad_(False)
