@@ -26,8 +26,17 @@ def changed(
     change: Callable[[Any], Any],
     change_options: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options,
 ) -> Arguments:
-    """The arguments with ``change`` of every leaf; options, which modules write into, are left the same object unless
-    they are to be changed too."""
+    """Return the arguments with every leaf changed. Options, which modules write into, stay the same object unless
+    ``change_options`` replaces them.
+
+    Args:
+        args, kwargs: of a call of a module; nests of lists, tuples and dictionaries are searched for leaves.
+        change: function from a leaf to what replaces it.
+        change_options: function from a host's options to what replaces them.
+
+    Returns:
+        New positional and keyword arguments; those given are left as they are.
+    """
 
     def one(value: Any) -> Any:
         return change_options(value) if _is_options(value) else tree_map(change, value)
@@ -52,7 +61,16 @@ def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def shares(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> int:
-    """Into how many parts a batch divides: one for each condition that the host names, else halves, else pictures."""
+    """Number of parts into which a batch divides: one for each condition that the host names, else two, else one a
+    picture.
+
+    Args:
+        args, kwargs: of a call of a module, with the host's options among them.
+        batch: rows of the batch.
+
+    Returns:
+        The number of parts, which divides ``batch``.
+    """
     for value in (*args, *kwargs.values()):
         conditions = len(value.get(_A_CONDITION_EACH[0]) or ()) if _is_options(value) else 0
         if conditions > 1 and batch % conditions == 0:
@@ -69,7 +87,17 @@ def are_watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def part_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, number: int, parts: int) -> Arguments:
-    """The arguments for one of ``parts`` equal parts of a batch."""
+    """The arguments for one of ``parts`` equal parts of a batch.
+
+    Args:
+        batch: rows of the whole batch.
+        number: number of the part, from 0.
+        parts: number of parts.
+
+    Returns:
+        Arguments with rows ``batch * number // parts`` and on of each tensor and parked map; options name the part's
+        own conditions.
+    """
     start, stop = batch * number // parts, batch * (number + 1) // parts
     chosen = functools.partial(pictures, batch=batch, start=start, stop=stop)
     return changed(args, kwargs, chosen, functools.partial(_options_of_part, chosen, number=number, parts=parts))

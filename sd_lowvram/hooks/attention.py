@@ -54,6 +54,14 @@ _ran: weakref.WeakKeyDictionary[nn.Module, Counter[str]] = weakref.WeakKeyDictio
 def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Run every attention of denoiser, ControlNet and a UNet's VAE through the backend that ``settings`` ask for.
 
+    Args:
+        anatomy: its attentions are patched.
+        settings: ``attention`` names the backend, ``attention_mib`` bounds the scores that it holds at once.
+        device: device that computes; the backend must run there.
+
+    Yields:
+        One patch of ``forward`` for each attention.
+
     Raises:
         NoSiteError: the target has no attention.
         SettingsError: the backend cannot run on ``device``, or has not proved deterministic there; later, in the
@@ -85,6 +93,13 @@ def is_worth_choosing(anatomy: Anatomy, device: torch.device) -> bool:
 
     It does not if every processor calls torch's function, and torch uses a kernel that holds no scores and whose memory
     is known. A plan then leaves attention alone, including unknown processors.
+
+    Args:
+        anatomy: its attentions, with the processors that they have now.
+        device: device that computes, which may be absent.
+
+    Returns:
+        True if a plan should set the knob.
     """
     if (
         anatomy.joint_blocks
@@ -110,7 +125,14 @@ def _is_well_served(attention: Any, device: torch.device) -> bool:
 
 
 def kernels_that_ran(sites: Iterable[Site]) -> Counter[str]:
-    """Number of runs of each kernel in these sites since the hook was last attached to them."""
+    """Number of runs of each kernel in these sites since the hook was last attached to them.
+
+    Args:
+        sites: attentions, as in ``anatomy.attentions``.
+
+    Returns:
+        Counts by the name of the kernel ("flash", "efficient", ...); empty before the first call.
+    """
     return sum((_ran.get(site.module, Counter()) for site in sites), Counter())
 
 
@@ -238,7 +260,21 @@ class Redirect(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """torch's signature; (batch, heads, tokens, width) of inference goes to the backend, all else to torch."""
+        """Answer torch's scaled_dot_product_attention: 4-D tensors of inference go to the backend, all else to torch.
+
+        Args:
+            query: (batch, heads, queries, width).
+            key: (batch, heads, keys, width).
+            value: (batch, heads, keys, value width).
+            attn_mask: bool (True attends) or additive, broadcastable to (batch, heads, queries, keys).
+            dropout_p: with dropout the call goes to torch.
+            is_causal: True for a lower triangular mask in place of ``attn_mask``.
+            scale: of the scores; None: that of the redirect, else width**-0.5.
+            enable_gqa: True if heads of keys and values are shared by several heads of queries.
+
+        Returns:
+            (batch, heads, queries, value width), in the type of ``query``.
+        """
         self.calls += 1
         scale = self.scale if scale is None else scale
         self._busy = True

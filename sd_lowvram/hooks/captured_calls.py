@@ -44,6 +44,14 @@ class Call(NamedTuple):
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def run(self, leaves: list[Any] | None = None) -> Any:
+        """Call the function.
+
+        Args:
+            leaves: in place of the call's own leaves; None: these.
+
+        Returns:
+            What the function returns.
+        """
         args, kwargs = tree_unflatten(self.leaves if leaves is None else leaves, self.spec)
         return self.function(*args, **kwargs)
 
@@ -74,14 +82,29 @@ class CapturedCalls(abc.ABC):
 
     @abc.abstractmethod
     def capture(self, call: Call) -> Replay:
-        """Raises RuntimeError where it cannot be."""
+        """Capture ``call``.
+
+        Returns:
+            The function that replays it.
+
+        Raises:
+            RuntimeError: it cannot be captured.
+        """
 
     def kept(self, call: Call) -> Replay | None:
         """The capture of this kind of call by another process; None if there is none."""
         return None
 
     def called(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around a call of the model."""
+        """Run a call of the model: as it is the first time, captured the second time, replayed from then on.
+
+        Args:
+            original: the model's own entry.
+            args, kwargs: arguments of the call.
+
+        Returns:
+            The call's result.
+        """
         call = Call(original, *tree_flatten((args, kwargs)))
         tensors = call.tensors
         kind = None if self._refused or not self._may(tensors) else kind_of(call, tensors[0].device.type)
@@ -92,7 +115,7 @@ class CapturedCalls(abc.ABC):
             return original(*args, **kwargs) if replay is None else replay(tensors)
 
     def forget(self) -> None:
-        """Give up all that was captured."""
+        """Free all captured calls."""
         self._replays.clear()
         self._seen.clear()
         self._facts = None
@@ -159,7 +182,12 @@ class CapturedCalls(abc.ABC):
 
 
 def kind_of(call: Call, device_type: str) -> Any:
-    """A key that is equal for calls of one kind; None if an argument cannot be compared."""
+    """A key that is equal for calls of one kind; None if an argument cannot be compared.
+
+    Args:
+        call: a call of the model.
+        device_type: such as "cuda"; autocast of this type is part of the key.
+    """
     known = all(isinstance(leaf, (Tensor, *_PLAIN, torch.dtype, torch.device, type(None))) for leaf in call.leaves)
     return (call.spec, tuple(map(_identity, call.leaves)), autocast_dtype(device_type)) if known else None
 

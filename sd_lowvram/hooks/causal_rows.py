@@ -57,7 +57,12 @@ def layers_of(steps: Sequence[CausalStep], height: int, width: int, rows: int = 
     """Build the layers that run ``steps`` over a map of this size; return them and the size of the result.
 
     Args:
+        steps: the steps of an autoencoder of frames, in order.
+        height, width: of the map that enters.
         rows: rows of a strip; if given, strips are divided so that none grows by much.
+
+    Returns:
+        The layers as one function, and height and width of the map that leaves.
     """
     made: list[Rows] = []
     most, tall = [], height
@@ -221,7 +226,15 @@ def _convolved(conv: nn.Module, rows: Tensor, before: Tensor | None, edges: tupl
 
 
 def called_as_the_whole(conv: nn.Module, whole: Sequence[int], x: Tensor, *more: Any) -> Tensor:
-    """``conv`` of a strip of a map of the shape ``whole``."""
+    """Call ``conv`` on a strip, with the kernel that a CPU would choose for the whole map, so that the bits are the
+    same.
+
+    Args:
+        conv: a convolution.
+        whole: shape of the whole map.
+        x: strip of that map.
+        more: further arguments of the layer.
+    """
     answer = functools.partial(as_the_whole, whole)
     with Answered({F.conv2d: answer, F.conv3d: answer}):
         made: Tensor = conv(x, *more)

@@ -28,6 +28,15 @@ from .offers import Offer, OfferKind, Target
 def channels_last(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Change]:
     """Store the weights of 2-D convolutions channels last.
 
+    Args:
+        anatomy: all its components are changed.
+        settings: ``offload`` and ``decoder_device`` say which weights wait in host memory; those are reordered when
+            they are copied.
+        device: not read.
+
+    Yields:
+        One change, for all components.
+
     Raises:
         NoSiteError: the target has no 2-D convolution.
     """
@@ -53,7 +62,7 @@ def has_sites(component: nn.Module) -> bool:
 
 
 def reordered(component: nn.Module) -> list[Tensor]:
-    """The weights of a component that come to lie in another order than they have."""
+    """Convolution weights of ``component`` that channels last stores in another order."""
     return [kernel for kernel in _kernels(component) if not kernel.is_contiguous(memory_format=torch.channels_last)]
 
 

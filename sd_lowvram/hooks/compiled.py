@@ -37,8 +37,16 @@ from .offers import Offer, OfferKind, Target
 
 
 def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
-    """Run blocks of denoiser and autoencoder (``regional``), or denoiser, encoder and decoder (``whole``), by compiled
-    code; where nothing can be compiled, warn and leave all as it is.
+    """Run compiled code: for blocks of denoiser and autoencoder (``regional``), or for denoiser, encoder and decoder
+    (``whole``). If nothing can be compiled, warn and leave all as it is.
+
+    Args:
+        anatomy: its residual and transformer blocks, or whole models, are compiled at their first call.
+        settings: ``compile`` is "regional" or "whole".
+        device: device that computes.
+
+    Yields:
+        A patch of ``forward`` for each compiled part, and one for each entry of its component.
 
     Raises:
         NoSiteError: the target has neither.
@@ -63,7 +71,13 @@ def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
 
 
 def checked(anatomy: Anatomy, settings: Settings, device: torch.device) -> Settings:
-    """``settings``, or with a warning those with ``compile`` off, where nothing can be compiled for ``device``."""
+    """Return ``settings``; or, if nothing can be compiled for ``device``, warn and return them with ``compile`` off.
+
+    Args:
+        anatomy: not read.
+        settings: as requested.
+        device: device that computes.
+    """
     why = compiler.why_not(device) if is_compiled(settings) else None
     if why is None:
         return settings
@@ -72,7 +86,7 @@ def checked(anatomy: Anatomy, settings: Settings, device: torch.device) -> Setti
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Blocks compiled, channels last, where that is known to be faster."""
+    """Offer compiled blocks with channels last, if this was measured to be faster on the device."""
     known = compiling_of(target.rates, target.device)
     blocks = target.anatomy.residual_blocks or target.anatomy.transformer_blocks
     if known is None or known.gain <= 1 or not blocks or target.fixed.compile is not None:
@@ -99,7 +113,15 @@ def out_of_sight(settings: Settings) -> list[str]:
 
 
 def parts(anatomy: Anatomy, whole: bool) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Parts of each component that are compiled; encoder and decoder of an autoencoder are separate parts."""
+    """Parts of each component that are compiled; encoder and decoder of an autoencoder are separate parts.
+
+    Args:
+        anatomy: of the target.
+        whole: True for models as one piece, False for their blocks.
+
+    Yields:
+        Name of the component and the modules to compile, for denoiser, encoder and decoder in turn.
+    """
     if anatomy.denoiser is not None and anatomy.denoiser_module is not None:
         blocks = [site.module for site in (*anatomy.residual_blocks, *anatomy.transformer_blocks)]
         yield anatomy.denoiser, _free([anatomy.denoiser_module] if whole else blocks)
@@ -112,7 +134,15 @@ def parts(anatomy: Anatomy, whole: bool) -> Iterator[tuple[str, list[nn.Module]]
 
 
 def kinds_of(anatomy: Anatomy, whole: bool = False) -> dict[str, frozenset[Any]]:
-    """The kinds of block that are compiled in each stage of a run."""
+    """The kinds of block that are compiled in each stage of a run.
+
+    Args:
+        anatomy: of the target.
+        whole: as for :func:`parts`.
+
+    Returns:
+        Kinds by the name of the stage; blocks of one kind share compiled code.
+    """
     names = ("denoise", "encode", "decode") if anatomy.denoiser is not None else ("encode", "decode")
     found = (frozenset(map(_kind, modules)) for _, modules in parts(anatomy, whole))
     return dict(zip(names, found, strict=False))

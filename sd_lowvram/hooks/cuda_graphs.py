@@ -28,6 +28,14 @@ from .offers import Offer, OfferKind, Target
 def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Record the denoiser's passes and replay them, until another component runs.
 
+    Args:
+        anatomy: its denoiser is recorded.
+        settings: not read beyond the knob itself.
+        device: a CUDA device.
+
+    Yields:
+        A patch for each entry of every component: the denoiser's replay, the others free the recordings.
+
     Raises:
         NoSiteError: the target has no denoiser.
         SettingsError: the device has no CUDA graphs, or the model runs with a ControlNet.
@@ -43,9 +51,9 @@ def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> I
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Offer recording if it is known to be faster on the device, except in hosts: their code runs between the
-    denoiser's
-    layers, and a recorded pass would skip it."""
+    """Offer recording if it is known to be faster on the device. Hosts are left out: their code runs between the
+    denoiser's layers, and a recorded pass would skip it.
+    """
     anatomy = target.anatomy
     if anatomy.denoiser is None or anatomy.family.hosted or anatomy.kept or is_followed(target.fixed):
         return
@@ -64,10 +72,15 @@ def unrecordable(anatomy: Anatomy, device: torch.device) -> str | None:
 
 
 def checked(anatomy: Anatomy, settings: Settings, device: torch.device) -> Settings:
-    """``settings`` as they are.
+    """Return ``settings`` if recorded passes are not requested, or can be recorded.
+
+    Args:
+        anatomy: of the target.
+        settings: as requested.
+        device: device that computes.
 
     Raises:
-        SettingsError: they ask for recorded passes that cannot be.
+        SettingsError: they request recorded passes, and the device or the model has none.
     """
     if settings.cuda_graphs and (why := unrecordable(anatomy, device)) is not None:
         raise SettingsError(why)

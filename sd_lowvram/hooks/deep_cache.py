@@ -31,6 +31,14 @@ def deep_cache(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
 
     One map is stored for each call of the denoiser at a step, until another component runs.
 
+    Args:
+        anatomy: its UNet is patched.
+        settings: ``deep_cache`` is the interval in steps, ``deep_cache_branch`` the number of the skip connection.
+        device: not read.
+
+    Yields:
+        Patches of the modules below the branch, and of the entries of denoiser and autoencoder.
+
     Raises:
         NoSiteError: the target has no UNet.
         SettingsError: its UNet has no such branch.
@@ -48,6 +56,10 @@ def deep_cache(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
 
 def deep_modules(anatomy: Anatomy, settings: Settings) -> tuple[nn.Module, ...]:
     """The modules that are passed over between full steps, in the order of their calls.
+
+    Args:
+        anatomy: of a target with a UNet.
+        settings: as for :func:`deep_cache`.
 
     Raises:
         NoSiteError, SettingsError: as :func:`deep_cache`.

@@ -27,6 +27,14 @@ FEWEST_TOKENS = 256
 def feed_forward(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Run the denoiser's feed-forward layers over ``settings.feed_forward_chunks`` chunks of tokens (N, tokens, C).
 
+    Args:
+        anatomy: its feed-forward layers are patched.
+        settings: ``feed_forward_chunks`` is the number of chunks.
+        device: not read.
+
+    Yields:
+        One patch of ``forward`` for each layer.
+
     Raises:
         NoSiteError: the target has no feed-forward layer.
     """
@@ -38,6 +46,7 @@ def feed_forward(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
 
 
 def offers(target: Target) -> Iterator[Offer]:
+    """Offer 4, 8 or 16 chunks, at levels 1, 4 and 5."""
     if target.anatomy.feed_forwards:
         for level, parts in {1: 4, 4: 8, 5: 16}.items():
             yield Offer(OfferKind.LADDER, {"feed_forward_chunks": parts}, level=level, stages=("denoise",))

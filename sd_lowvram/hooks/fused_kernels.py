@@ -32,7 +32,15 @@ Look = Callable[..., Residual | None]
 
 
 def fused_kernels(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
-    """Run norms and activations of the target by Triton's kernels; where these cannot run, warn and leave all as it is.
+    """Run norms and activations of the target by Triton's kernels. If these cannot run, warn and leave all as it is.
+
+    Args:
+        anatomy: residual blocks of its denoiser and autoencoder, and its GEGLUs, are patched.
+        settings: not read beyond the knob itself.
+        device: device that computes.
+
+    Yields:
+        One patch of ``forward`` for each residual block and each GEGLU.
 
     Raises:
         NoSiteError: the target has no residual block and no GEGLU.

@@ -31,11 +31,19 @@ Rows = Callable[[tuple[Any, ...], dict[str, Any]], int]
 
 
 def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
-    """Divide every batch in halves, an odd one in single pictures, inside each residual block, transformer and sampler,
-    or each block of a transformer.
+    """Divide every batch inside each residual block, transformer and sampler of a UNet, or each block of a transformer.
 
-    Where the host names the conditions of a batch (ComfyUI, Forge), there is one part for each. Modules that look at
-    several rows together (perturbed attention guidance), or let a host's nodes do so, see the whole batch.
+    The parts are halves, or single pictures if the number of rows is odd. Where the host names the conditions of a
+    batch (ComfyUI, Forge), there is one part for each. Modules that look at several rows together (perturbed attention
+    guidance), or let a host's nodes do so, see the whole batch.
+
+    Args:
+        anatomy: modules of its UNet's path, or its joint blocks, are patched.
+        settings: not read beyond the knob itself.
+        device: not read.
+
+    Yields:
+        One patch of ``forward`` for each module.
 
     Raises:
         NoSiteError: the target has no UNet, and no transformer that is called with both rows of a guided picture.
@@ -45,6 +53,7 @@ def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device)
 
 
 def offers(target: Target) -> Iterator[Offer]:
+    """Offer parts at level 3. A transformer with both rows in one batch may also go back to whole batches, late."""
     in_one_batch = bool(target.anatomy.joint_blocks) and target.anatomy.passes > 1
     if target.anatomy.unet_path is not None or in_one_batch:
         yield Offer(OfferKind.LADDER, {"guidance_in_turn": True}, level=3, stages=("denoise",))

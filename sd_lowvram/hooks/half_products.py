@@ -74,7 +74,14 @@ class HalfProducts:
         return type(self._component).__qualname__, sorted(layers)
 
     def patches(self, entries: Sequence[str]) -> Iterator[Patch]:
-        """Around each linear layer, and around the ``entries`` of the component."""
+        """Around each linear layer, and around the ``entries`` of the component.
+
+        Args:
+            entries: names of the component's methods that a run calls.
+
+        Yields:
+            A patch for each linear layer, and one for each entry.
+        """
         for path, layer in self.layers.items():
             yield wrap(layer, "forward", functools.partial(self._product, path), "precision")
         for entry in entries:

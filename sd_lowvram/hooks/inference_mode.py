@@ -25,7 +25,16 @@ from .offers import Offer, OfferKind, Target
 
 
 def inference_mode(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
-    """Run every component under ``torch.inference_mode``."""
+    """Run every component under ``torch.inference_mode``.
+
+    Args:
+        anatomy: all entries of its components, and its GEGLUs, are patched.
+        settings: with compiled, traced or fused code the GEGLUs are left alone.
+        device: not read.
+
+    Yields:
+        One patch for each entry and each GEGLU.
+    """
     for name, component in anatomy.components.items():
         around = functools.partial(_run, component)
         yield from (wrap(component, entry, around, "inference_mode") for entry in anatomy.entries[name])
@@ -37,6 +46,7 @@ def inference_mode(anatomy: Anatomy, settings: Settings, device: torch.device) -
 
 
 def offers(target: Target) -> Iterator[Offer]:
+    """Offer inference mode always."""
     yield Offer(OfferKind.ALWAYS, {"inference_mode": True})
 
 

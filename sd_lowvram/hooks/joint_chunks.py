@@ -40,7 +40,18 @@ def in_chunks(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Result of ``original``, the forward of ``block``, computed by chunks of the picture's tokens."""
+    """Return the result of ``original``, the forward of ``block``, computed by chunks of the picture's tokens.
+
+    Args:
+        look: function from a block to its parts; None if the block is not a joint one.
+        block: block of a diffusion transformer.
+        chunks: number of chunks.
+        original: the block's own forward.
+        args, kwargs: its arguments.
+
+    Returns:
+        The same as ``original(*args, **kwargs)``, up to rounding.
+    """
     parts, given = look(block), given_by_name(block, args, kwargs)
     pieces = spans(given[parts.picture].shape[1], chunks, FEWEST_TOKENS) if parts is not None else []
     if parts is None or len(pieces) < 2 or not parts.is_plain(given) or needs_graph(block, args, kwargs):

@@ -41,7 +41,13 @@ Slots = dict[tuple[str, str], tuple[Any, Tensor]]
 
 
 def place_of_trace(model: nn.Module, settings: Settings, kind: Any) -> Path | None:
-    """Path of the trace of calls of this ``kind``; None if it is not stored."""
+    """Path of the trace of calls of this ``kind``; None if it is not stored.
+
+    Args:
+        model: the traced model.
+        settings: those that are attached.
+        kind: key of the call, see :func:`.captured_calls.kind_of`.
+    """
     folder = folder_of("traced")
     facts = _facts_of(model) if folder is not None else None
     if folder is None or facts is None:
@@ -54,6 +60,9 @@ def keep(place: Path, function: Any, model: nn.Module, spec: Any) -> None:
     """Store ``function``, a trace of ``model`` as its attribute ``unet``. A failure only costs time.
 
     Args:
+        place: path of the file.
+        function: the trace; its attribute ``unet`` has the weights.
+        model: the model that was traced.
         spec: the tree structure of the result.
     """
     slots = _slots(function.unet)
@@ -76,7 +85,15 @@ def keep(place: Path, function: Any, model: nn.Module, spec: Any) -> None:
 
 
 def kept(place: Path, model: nn.Module) -> tuple[Callable[..., Any], Any] | None:
-    """The trace at ``place`` with the weights of ``model``, and the tree of what it gives; None: there is none."""
+    """Return a stored trace with the weights of ``model``, and the tree structure of its result.
+
+    Args:
+        place: path of the file.
+        model: model of the same classes, shapes and types as the traced one.
+
+    Returns:
+        The function and the structure; None if there is no file, or it cannot be used (a log line says why).
+    """
     if (data := read_private(place)) is None:
         return None
     try:

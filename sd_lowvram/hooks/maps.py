@@ -28,7 +28,7 @@ class Map:
         return self.data.dtype
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Keep the same values in another type of as many bytes, where they are."""
+        """Convert the values to another type of as many bytes, in the same memory."""
         self.data = reinterpret(self.data, dtype, 2)
 
     def load(self, rows: slice) -> Tensor:
@@ -60,12 +60,20 @@ class Strip:
     hidden: Tensor | None = None
 
     def widen(self) -> None:
-        """Go on in float32."""
+        """Convert the strip to float32."""
         self.x = self.x.float()
         self.hidden = None if self.hidden is None else self.hidden.float()
 
     def convolve(self, conv: nn.Module, data: Tensor) -> Tensor:
-        """``conv`` of ``data``, which has this strip's rows, without the rows that lack their neighbours."""
+        """Apply ``conv`` and crop the rows that lack their neighbours.
+
+        Args:
+            conv: a 3x3 convolution.
+            data: (N, C, rows, W), with this strip's rows.
+
+        Returns:
+            (N, C', rows, W), without one row at each cut edge.
+        """
         return self.inner(conv(data))
 
     def shrunk(self, x: Tensor, hidden: Tensor | None = None) -> Strip:
@@ -82,14 +90,32 @@ class Strip:
 
 
 def spans(height: int, rows: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of strips of about ``rows`` rows, all of nearly the same height."""
+    """(start, stop) of strips of about ``rows`` rows, all of nearly the same height.
+
+    Args:
+        height: rows of the map.
+        rows: rows of a strip, about.
+
+    Yields:
+        (start, stop) of each strip, from the top.
+    """
     count = -(-height // max(1, min(rows, height)))
     for number in range(count):
         yield height * number // count, height * (number + 1) // count
 
 
 def load(source: AnyMap, start: int, stop: int, wraps: bool) -> Tensor:
-    """Rows of ``source``; with ``wraps`` those beyond an edge are those at the other."""
+    """Load rows of a map to the device.
+
+    Args:
+        source: the map, on the device or parked.
+        start, stop: rows, which may lie beyond the edges.
+        wraps: True if the map's last row borders on its first: rows beyond an edge are those at the other edge. False:
+            they are left out.
+
+    Returns:
+        (N, C, rows, W).
+    """
     height = source.shape[2]
     if not wraps or (start >= 0 and stop <= height):
         return source.load(slice(max(start, 0), min(stop, height)))

@@ -35,9 +35,17 @@ _SCORES = 1 << 24
 def merge_tokens(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Merge up to ``settings.merge_tokens`` percent of the tokens in self-attention of the denoiser's largest maps.
 
+    Args:
+        anatomy: the first attention of its transformer blocks is patched.
+        settings: ``merge_tokens`` is the percentage.
+        device: not read.
+
+    Yields:
+        A patch for each entry of the denoiser, and one for each self-attention.
+
     Raises:
         NoSiteError: the target has no transformer block.
-        ConflictError: it has self-attention that goes by where tokens lie.
+        ConflictError: it has self-attention that depends on where tokens lie.
     """
     denoiser, blocks = anatomy.denoiser, [site.module for site in anatomy.transformer_blocks]
     if denoiser is None or not blocks:
@@ -104,12 +112,28 @@ class Merged:
     taken_from: Tensor
 
     def spread(self, results: Tensor) -> Tensor:
-        """``results`` (N, fewer, C) as each token's (N, all, C)."""
+        """Return the results of merged tokens for every original token.
+
+        Args:
+            results: (N, fewer, C).
+
+        Returns:
+            (N, all, C).
+        """
         return results.gather(1, self.taken_from[..., None].expand(-1, -1, results.shape[2]))
 
 
 def merged_by_likeness(tokens: Tensor, size: tuple[int, int], share: float) -> Merged:
-    """Merge a ``share`` of ``tokens`` (N, height * width, C) into the tokens that are most similar to them."""
+    """Merge a ``share`` of ``tokens`` (N, height * width, C) into the tokens that are most similar to them.
+
+    Args:
+        tokens: (N, height * width, C).
+        size: height and width of their map.
+        share: part of the tokens to merge, 0 to 0.75.
+
+    Returns:
+        The merged tokens, and for each original token the one that stands for it.
+    """
     batch, count, channels = tokens.shape
     staying, others = _chosen(*size, tokens.device)
     fewer = min(int(count * share), len(others))

@@ -104,18 +104,20 @@ class Target:
 
 
 def of_kind(offers: Iterable[Offer], kind: OfferKind) -> list[Offer]:
+    """Offers of one kind, in their order."""
     return [offer for offer in offers if offer.kind is kind]
 
 
 def left_open(offered: Mapping[str, Any], fixed: Settings) -> dict[str, Any]:
-    """The ``offered`` knobs that ``fixed`` leaves open."""
+    """Knobs of ``offered`` that ``fixed`` leaves undecided."""
     return {name: value for name, value in offered.items() if getattr(fixed, name) is None}
 
 
 def with_all(settings: Settings, offers: Iterable[Offer]) -> Settings:
-    """``settings`` and what can be added to them.
+    """Add offers to ``settings``, except those that a decided knob excludes.
 
     Args:
+        settings: with the knobs that are decided.
         offers: in the order in which they are tried: of several for one knob the first is taken.
 
     Returns:

@@ -37,10 +37,16 @@ from .vae_exact import divides
 def offload(
     anatomy: Anatomy, settings: Settings, device: torch.device, timing: StepTiming | None = None
 ) -> Iterator[Patch | Change]:
-    """Keep the weights as ``settings.offload`` and ``settings.decoder_device`` say.
+    """Place the weights as ``settings.offload`` and ``settings.decoder_device`` say.
 
     Args:
+        anatomy: all its components are moved.
+        settings: ``offload`` with ``weights_mib`` and ``split_layers``, and ``decoder_device``.
+        device: device that computes.
         timing: how long the denoiser's modules take; None: as many bytes as possible stay.
+
+    Yields:
+        Patches of every layer whose weights are streamed, and changes that move the rest.
 
     Raises:
         ConflictError: somebody else moves the weights already, or weights that cannot be streamed.
@@ -115,7 +121,12 @@ def _streamed(
 
 
 def step_groups(anatomy: Anatomy, components: Mapping[str, nn.Module]) -> list[dict[str, nn.Module]]:
-    """Groups of models that share a device buffer: those that run in every step together, each other one by itself."""
+    """Groups of models that share a device buffer: those that run in every step together, each other one by itself.
+
+    Args:
+        anatomy: of the target.
+        components: those of its models to group, by name.
+    """
     steps = {
         name: part for name, part in components.items() if name.startswith("controlnet") or name == anatomy.denoiser
     }
@@ -124,7 +135,13 @@ def step_groups(anatomy: Anatomy, components: Mapping[str, nn.Module]) -> list[d
 
 
 def policy_of(settings: Settings, denoises: bool, timing: StepTiming | None = None) -> ResidencyPolicy:
-    """Policy for the weights of a group; the denoiser's group runs step after step."""
+    """Policy for the weights of a group; the denoiser's group runs step after step.
+
+    Args:
+        settings: ``offload``, ``weights_mib`` and ``split_layers`` are read.
+        denoises: True for the denoiser's group.
+        timing: times of a step's modules; None: as many bytes as possible stay.
+    """
     if settings.offload == "component":
         return ResidencyPolicy("whole")
     room = settings.weights_mib * MIB if settings.weights_mib is not None else None

@@ -34,7 +34,7 @@ class OffloadedMap:
 
     @classmethod
     def of(cls, tensor: Tensor) -> OffloadedMap:
-        """Park ``tensor``, which the caller gives up."""
+        """Park ``tensor`` (N, C, H, W) in pieces; the caller drops it."""
         return cls([[send(tensor)]])
 
     @classmethod
@@ -46,7 +46,7 @@ class OffloadedMap:
         return [row[0].shape[0] for row in self._pieces]
 
     def pictures(self, start: int, stop: int) -> OffloadedMap | Tensor:
-        """Some of the pictures: waiting on where they are whole pieces, else fetched."""
+        """Return pictures ``start`` to ``stop``: still parked if they are whole pieces, else fetched."""
         ends = [0, *itertools.accumulate(self._counts())]
         if start in ends and stop in ends:
             return OffloadedMap(self._pieces[ends.index(start) : ends.index(stop)])
@@ -162,7 +162,13 @@ def recalled(value: Any) -> Any:
 
 
 def pictures(value: Any, batch: int, start: int, stop: int) -> Any:
-    """Some pictures of a tensor or waiting map that has one entry for each of ``batch``; anything else as it is."""
+    """Return some pictures of a tensor or parked map that has one entry for each of ``batch``; anything else as it is.
+
+    Args:
+        value: a leaf of a call's arguments.
+        batch: rows of the whole batch.
+        start, stop: the rows to return.
+    """
     if isinstance(value, OffloadedMap):
         return value.pictures(start, stop) if len(value) == batch else value
     if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch:

@@ -61,7 +61,12 @@ class OverflowCheck:
         """Result of ``compute`` for rows ``start`` to ``stop``, finite wherever it is checked.
 
         Args:
+            compute: function from (start, stop, in float32) to rows (N, C, rows, W).
+            start, stop: rows of the result.
             final: True for the last result, which has the type of the input whatever the type of the maps.
+
+        Returns:
+            (N, C, stop - start, W).
 
         Raises:
             NotFiniteError: the rows are not finite in float32 either.
@@ -90,7 +95,14 @@ class OverflowCheck:
         return self._in_float32(compute, start, stop, final)
 
     def whole(self, compute: Callable[[bool], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Like :meth:`rows`, for a whole map; ``compute`` gets True for float32."""
+        """Like :meth:`rows`, for a whole map; ``compute`` gets True for float32.
+
+        Args:
+            compute: function from "in float32" to tensors.
+
+        Raises:
+            NotFiniteError: they are not finite in float32 either.
+        """
         if self._plans:
             with exclude_from_counts(), in_float32(self._device):
                 compute(True)

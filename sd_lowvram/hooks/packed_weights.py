@@ -37,6 +37,14 @@ _MOST_PIXELS = 512
 def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Run the denoiser's large convolutions with reordered weights.
 
+    Args:
+        anatomy: large convolutions of its denoiser are patched.
+        settings: ``compile`` is read: compiled code calls an operator of ours.
+        device: must be a CPU.
+
+    Yields:
+        A patch for each convolution and for each entry of the components.
+
     Raises:
         NoSiteError: the denoiser has no convolution with weights of 4 MiB or more.
         SettingsError: the device is not a CPU.
@@ -62,7 +70,9 @@ def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Offer it first on a CPU, in fp32 only, and not together with compiling, which was measured without it."""
+    """Offer packed weights first on a CPU, in fp32 only, and not together with compiling, which was measured without
+    them.
+    """
     if packed.why_not(target.device) is None and packable(target.anatomy):
         yield Offer(
             OfferKind.INSTEAD,

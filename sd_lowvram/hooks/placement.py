@@ -24,7 +24,15 @@ from ..weights import all_tensors, first_tensor, map_tensors, set_data
 
 
 def run_on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run on the CPU in fp32, to which the weights have been widened; the result in the input's type."""
+    """Run ``original`` on the CPU in fp32; its weights have been widened before.
+
+    Args:
+        original: a method of the component.
+        args, kwargs: its arguments, on any device.
+
+    Returns:
+        The result, in the type of the input.
+    """
     first = first_tensor((args, kwargs))
     dtype = first.dtype if first is not None else torch.float32
     widen = functools.partial(map_tensors, convert=lambda t: t.float() if t.is_floating_point() else t)
@@ -38,6 +46,13 @@ def place(components: list[nn.Module], device: torch.device) -> Callable[[], Non
     """Move all components to ``device``; return the function that undoes this.
 
     On a GPU each component is one buffer, because thousands of tensors leave unusable gaps.
+
+    Args:
+        components: models to move.
+        device: where to.
+
+    Returns:
+        A function that moves them back and restores every tensor bit for bit.
     """
     if device.type != "cuda":
         return _moved(components, lambda contents: [data.to(device) for data in contents])
@@ -72,7 +87,7 @@ def convert_in_one_buffer(
 
 
 def widen_on_host(components: list[nn.Module]) -> Callable[[], None]:
-    """Move everything to host memory, 16-bit floats widened; returns the undoing."""
+    """Move everything to host memory, with 16-bit floats widened to fp32; return the function that undoes this."""
 
     def one(data: Tensor) -> Tensor:
         data = data if data.device.type == "cpu" else to_host(data, pin=False)

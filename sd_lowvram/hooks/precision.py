@@ -51,6 +51,14 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
     An autoencoder whose configuration says ``force_upcast`` overflows in fp16 and is left in the type it has.
 
+    Args:
+        anatomy: all its components with floating-point weights are changed.
+        settings: ``precision`` is the number type.
+        device: device that computes.
+
+    Yields:
+        Changes of weights, and patches of the entries that cast inputs.
+
     Raises:
         NoSiteError: the target holds no floating-point weights.
         SettingsError: tf32 away from an NVIDIA GPU, a type in which this torch cannot compute there, or fp16-products
@@ -95,8 +103,8 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Offer, if another picture is allowed, a type of half the bytes; and fp16 products of transformers on a GPU
-    without bf16.
+    """Offer a type of half the bytes if the picture may change, and fp16 products for transformers on a GPU without
+    bf16.
 
     UNets are published in fp16. Transformers and their text encoders are made for bf16, whose largest values overflow
     in fp16, so fp16 is not offered for them; users may set it explicitly.
@@ -143,7 +151,13 @@ class Arithmetic(NamedTuple):
 
 
 def arithmetic(anatomy: Anatomy, name: str, settings: Settings) -> Arithmetic:
-    """Number types of the component ``name``, as it was loaded, with ``settings``."""
+    """Number types of the component ``name``, as it was loaded, with ``settings``.
+
+    Args:
+        anatomy: of the target.
+        name: name of one of its components.
+        settings: ``precision`` is read.
+    """
     stored, compute = _types(anatomy, name, settings)
     dtype = compute or dtype_of(anatomy, name, as_loaded=True)
     loaded = {one for one in map(loaded_dtype, anatomy.components[name].parameters()) if one.is_floating_point}
@@ -173,6 +187,13 @@ def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
 
     Weights that lose bits are stored in host memory meanwhile. A tensor that was changed in between (by a fused LoRA,
     say) keeps its new contents and only gets its type back.
+
+    Args:
+        component: the model.
+        dtype: a floating-point type.
+
+    Returns:
+        A function that restores types and bits.
     """
     with contextlib.ExitStack() as undoing:
         for tensor in all_tensors(component):

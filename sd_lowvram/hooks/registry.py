@@ -26,10 +26,14 @@ Hook = Callable[[Anatomy, Settings, torch.device], Iterable[Patch | Change]]
 
 
 def active_hooks(settings: Settings, timing: StepTiming | None = None) -> list[Hook]:
-    """The hooks that ``settings`` ask for, in the order in which they wrap the model: the last is the outermost.
+    """Hooks that ``settings`` request, in the order in which they wrap the model: the last is the outermost.
 
     Args:
+        settings: decided knobs select the hooks.
         timing: how long a step's modules take, where a plan knows it: weights are then streamed by schedule.
+
+    Returns:
+        Functions ``(anatomy, settings, device) -> patches``.
     """
     asked = sorted(((knob.depth, knob.hook_of(value)) for _, knob, value in settings.decided()), key=lambda one: one[0])
     hooks = [_hook(name) for name in dict.fromkeys(name for _, name in asked) if name]
@@ -37,10 +41,15 @@ def active_hooks(settings: Settings, timing: StepTiming | None = None) -> list[H
 
 
 def applicable(settings: Settings, anatomy: Anatomy, device: torch.device) -> Settings:
-    """``settings`` as they are, but of a preset only the knobs that find something to act on.
+    """Return ``settings`` as they are; of a preset, only the knobs that find something to act on.
+
+    Args:
+        settings: as requested.
+        anatomy: of the target.
+        device: device that computes.
 
     Raises:
-        NoSiteError: weights cannot be streamed to ``device``, and shall be.
+        NoSiteError: ``settings`` request streamed weights, and they cannot be streamed to ``device``.
         SettingsError: two of the knobs exclude each other.
     """
     if isinstance(settings, Preset):
@@ -92,6 +101,11 @@ def checked(settings: Settings, anatomy: Anatomy, device: torch.device) -> Setti
     """``settings`` as the requested hooks accept them on ``device``.
 
     A hook's file may have a function ``checked(anatomy, settings, device)`` for this.
+
+    Args:
+        settings: as requested.
+        anatomy: of the target.
+        device: device that computes.
 
     Raises:
         SettingsError: a hook does not support its value.

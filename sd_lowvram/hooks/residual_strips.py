@@ -1,10 +1,12 @@
 """Residual blocks by strips of rows, with GroupNorm statistics of the whole map.
 
-Two sweeps: the first writes conv1(act(norm1(x))) + time and sums norm2's statistics on the way. The second writes
-shortcut(x) + conv2(act(norm2(...))) over the rows that it has read. So memory holds the block's input, one map of its
-output, and strips. Convolutions are called on a strip with one row of halo on either side; the extra rows are cropped.
+Three passes over the rows. The first sums norm1's statistics of the input. The second writes conv1(act(norm1(x))) +
+time to a new map, and sums norm2's statistics of the strips that it writes. The third overwrites this map, strip by
+strip, with shortcut(x) + conv2(act(norm2(map))). So memory holds the block's input, one map of its output's size, and
+strips.
 
-A convolution that depends on its whole map gets the map's summary, which needs one more sweep.
+A convolution is called on a strip with one row of halo on either side, and the extra rows are cropped. A convolution
+that depends on its whole map needs one more pass, which summarises the map.
 
 Source: ours; exact, unlike independent tiles, because statistics are those of the whole map. Fidelity: ``rounding``.
 """
@@ -38,6 +40,14 @@ def residual_strips(anatomy: Anatomy, settings: Settings, device: torch.device) 
 
     Blocks that resample inside or that condition their second norm on time are left alone.
 
+    Args:
+        anatomy: its residual blocks are patched.
+        settings: ``residual_strips`` is the number of strips.
+        device: not read.
+
+    Yields:
+        One patch of ``forward`` for each plain block.
+
     Raises:
         NoSiteError: the target has no residual block of the plain kind.
     """
@@ -51,6 +61,7 @@ def residual_strips(anatomy: Anatomy, settings: Settings, device: torch.device) 
 
 
 def offers(target: Target) -> Iterator[Offer]:
+    """Offer 8 or 16 strips, at levels 4 and 5."""
     if target.anatomy.residual_blocks:
         for level, parts in {4: 8, 5: 16}.items():
             yield Offer(OfferKind.LADDER, {"residual_strips": parts}, level=level, stages=("denoise",))
@@ -81,7 +92,7 @@ def _in_strips(
 def _first_half(
     block: Residual, x: Tensor, shift: Tensor | None, pieces: list[Span], before: Statistics
 ) -> tuple[Tensor, Statistics]:
-    """conv1(act(norm1(x))) + shift as a new map (N, C, H, W), and its moments."""
+    """Return conv1(act(norm1(x))) + shift as a new map (N, C, H, W), and the statistics of its norm2."""
     after = Statistics(block.norm2)
     rows, given = _Rows(x, block.conv1), _of_the_map(block, block.conv1, x, before, pieces)
 
@@ -95,7 +106,9 @@ def _first_half(
 
 
 def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span], after: Statistics) -> Tensor:
-    """(shortcut(x) + conv2(act(norm2(hidden)))) / scale, written over ``hidden`` where it has the same type."""
+    """Return (shortcut(x) + conv2(act(norm2(hidden)))) / scale. It overwrites ``hidden`` if both have one type and
+    width.
+    """
     rows, given = _Rows(hidden, block.conv2), _of_the_map(block, block.conv2, hidden, after, pieces)
 
     def strip(start: int, stop: int) -> Tensor:
@@ -110,7 +123,7 @@ def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span],
 def _of_the_map(
     block: Residual, conv: nn.Module, image: Tensor, statistics: Statistics, pieces: list[Span]
 ) -> tuple[Tensor, ...]:
-    """Facts on the whole act(norm(map)) that a convolution needs in addition to a strip; empty for plain ones."""
+    """Summary of act(norm(map)) for a convolution that depends on its whole map; empty for other convolutions."""
     inner = layer(conv)
     if not isinstance(inner, MapConvolution):
         return ()
@@ -136,7 +149,10 @@ def _convolved(
 
 
 class _Rows:
-    """Strips of a map with a row of halo, although rows above the present strip may have been overwritten."""
+    """Strips of a map with a row of halo above and below, read from top to bottom.
+
+    The map may be overwritten behind the strip that is being computed: the row above the next strip is copied before.
+    """
 
     def __init__(self, image: Tensor, conv: nn.Module) -> None:
         self._image = image
@@ -145,9 +161,10 @@ class _Rows:
         self._above = image[:, :, -1:] if self._around else None
 
     def with_halo(self, start: int, stop: int) -> tuple[Tensor, int]:
-        """Rows ``start`` to ``stop`` with one more on each side, and how many were put above; strips in their order.
+        """Return rows ``start`` to ``stop`` with one more on each side, and the number of rows added above.
 
-        There is none beyond the edges of the map, where the convolution pads by itself, unless it pads in a circle.
+        At the map's edges no row is added, because the convolution pads there itself; with circular padding the row of
+        the opposite edge is added.
         """
         height = self._image.shape[2]
         above = self._image[:, :, max(0, start - 1) : start] if self._above is None else self._above

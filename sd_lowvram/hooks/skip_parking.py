@@ -1,4 +1,4 @@
-"""Skip connections wait in host memory from where they are made to where they are used.
+"""Skip connections of a UNet are parked in host memory between the blocks that make them and the blocks that use them.
 
 Source: ours for Stable Diffusion. Fidelity: ``bitwise``.
 """
@@ -24,11 +24,18 @@ from .offloaded_tensor import OffloadedMap, recalled
 
 
 def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
-    """Park what the UNet's down blocks hand to its up blocks, and fetch it there.
+    """Park the UNet's skip connections in host memory, and fetch them in its up blocks.
 
-    With ``settings.guidance_in_turn`` every map between two modules waits, so that of the two halves only the one that
-    is being computed is on the device. What a ControlNet adds to the skips is added in host memory's stead: fetched,
-    added, parked again.
+    With ``settings.guidance_in_turn`` every map between two modules is parked, so that only the half that is being
+    computed is on the device. A ControlNet's residuals are added to skips that are fetched for it and parked again.
+
+    Args:
+        anatomy: modules on the path of its UNet's maps are patched.
+        settings: ``guidance_in_turn`` is read.
+        device: not read: maps go back to the device from which they came.
+
+    Yields:
+        One patch of ``forward`` for each module that makes or uses a parked map.
 
     Raises:
         NoSiteError: the target has no UNet.
@@ -44,6 +51,7 @@ def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
 
 
 def offers(target: Target) -> Iterator[Offer]:
+    """Offer parked skips for UNets, at level 2."""
     if target.anatomy.unet_path is not None:
         yield Offer(OfferKind.LADDER, {"park_skips": True}, level=2, stages=("denoise",))
 

@@ -22,9 +22,16 @@ Span = tuple[int, int]
 
 
 def spans(total: int, pieces: int, least: int) -> list[Span]:
-    """Start and stop of at most ``pieces`` equal pieces of ``total``, none but the last smaller than ``least``.
+    """Start and stop of at most ``pieces`` equal pieces of ``total``; only the last may be smaller than ``least``.
 
-    Piece size grows with the total, so that peak memory is monotonic in image size."""
+    Args:
+        total: length to divide.
+        pieces: largest number of pieces.
+        least: smallest length of a piece.
+
+    Returns:
+        (start, stop) of each piece, in order; a single one if ``total`` is small.
+    """
     size = max(least, -(-total // pieces))
     return [(start, min(start + size, total)) for start in range(0, total, size)]
 
@@ -35,8 +42,14 @@ def assembled(
     """Concatenate ``make(start, stop)`` of the pieces along ``dim``; lent weights stay for all pieces.
 
     Args:
+        make: function from (start, stop) to a tensor of that length along ``dim``.
+        pieces: (start, stop) of each piece, without gaps.
+        dim: the dimension of the pieces.
         like: a tensor that is fake if the parts will be.
-        out: is overwritten if it has the type and the width of the parts; otherwise a new tensor is made.
+        out: tensor to overwrite if it has the type and the width of the parts; otherwise a new tensor is made.
+
+    Returns:
+        The parts side by side along ``dim``.
     """
     with hold_weights():
         for start, stop in representative_pieces(pieces, like):
@@ -64,7 +77,7 @@ class Statistics:
         self._affine: tuple[Tensor, Tensor] | None = None
 
     def add(self, strip: Tensor) -> None:
-        """Take a strip (N, C, rows, W) in."""
+        """Add a strip (N, C, rows, W) to the sums."""
         wide = strip if strip.dtype.itemsize >= 4 else strip.float()
         grouped = wide.unflatten(1, (self._groups, -1))
         count = grouped.shape[2:].numel()
@@ -89,6 +102,14 @@ class Statistics:
         """Scale and shift (N, C, 1, 1) that normalise a strip, with the layer's own weight and bias (C) in them.
 
         Computed once and cached until another strip is added.
+
+        Args:
+            channels: C.
+            weight, bias: (C) of the layer; None: 1 and 0.
+            eps: the layer's.
+
+        Returns:
+            Scale and shift, each (N, C, 1, 1), in float32 or wider.
         """
         if self._affine is None:
             assert self._mean is not None and self._squares is not None

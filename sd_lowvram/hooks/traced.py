@@ -26,7 +26,15 @@ from .kept_traces import keep, kept, place_of_trace
 
 
 def traced(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
-    """Run the denoiser's passes as torch.jit.trace wrote them down.
+    """Run the denoiser's passes by torch.jit.trace's recording of them.
+
+    Args:
+        anatomy: its denoiser is traced at the second call of a kind.
+        settings: part of the key of stored traces.
+        device: device that computes.
+
+    Yields:
+        A patch for each entry of the denoiser.
 
     Raises:
         NoSiteError: the target has no denoiser.

@@ -32,6 +32,14 @@ from .strips import Span, assembled, spans
 def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Run the denoiser's transformer blocks over ``settings.transformer_chunks`` chunks of tokens (N, tokens, C).
 
+    Args:
+        anatomy: its transformer blocks, of a UNet or a diffusion transformer, are patched.
+        settings: ``transformer_chunks`` is the number of chunks.
+        device: not read.
+
+    Yields:
+        One patch of ``forward`` for each block.
+
     Raises:
         NoSiteError: the target has no transformer block.
     """
@@ -47,6 +55,7 @@ def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.devic
 
 
 def offers(target: Target) -> Iterator[Offer]:
+    """Offer 8 or 16 chunks, at levels 4 and 5."""
     if target.anatomy.transformer_blocks or target.anatomy.joint_blocks:
         for level, parts in {4: 8, 5: 16}.items():
             yield Offer(OfferKind.LADDER, {"transformer_chunks": parts}, level=level, stages=("denoise",))

@@ -53,7 +53,12 @@ _BLOCK = 256
 
 
 def causal_patches(vae: Any, settings: Settings) -> Iterator[Patch]:
-    """Patches that make ``vae`` decode and encode all frames of a strip of rows before the next strip."""
+    """Yield patches that make ``vae`` decode and encode all frames of a strip of rows before the next strip.
+
+    Args:
+        vae: an autoencoder of frames (Qwen-Image, Wan).
+        settings: ``vae_strip_mib`` bounds a strip.
+    """
     hosted = is_hosted(vae)
     decode: Callable[..., Any] = _decoded_by_host if hosted else _decoded
     encode: Callable[..., Any] = _encoded_by_host if hosted else _encoded
@@ -136,6 +141,15 @@ def _through(
 
 def run_causal(steps: Sequence[CausalStep], x: Tensor, settings: Settings, stage: str = "decode") -> Tensor:
     """Run ``x`` (N, C, frames, H, W) through ``steps`` by strips; the result equals the plain layers' up to rounding.
+
+    Args:
+        steps: the decoder's or encoder's steps, in order.
+        x: (N, C, frames, H, W).
+        settings: as for :func:`causal_patches`.
+        stage: "decode" or "encode", for progress and errors.
+
+    Returns:
+        (N, C', frames', H', W') in the type of ``x``.
 
     Raises:
         NotFiniteError: ``x`` contains NaN or infinity, or the layers produce them.

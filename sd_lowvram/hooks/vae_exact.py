@@ -55,6 +55,14 @@ _PLAIN_MAPS = 3
 def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Run decoder and encoder of the target's autoencoder by exact strips.
 
+    Args:
+        anatomy: its autoencoder is patched.
+        settings: ``vae_strip_mib`` bounds a strip, ``vae_map`` says where the unfinished map waits.
+        device: not read.
+
+    Yields:
+        One patch for decoding and one for encoding, and patches that turn the model's own tiling off.
+
     Raises:
         NoSiteError: the target has no autoencoder, or one that is built in another way.
     """
@@ -75,9 +83,12 @@ def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """The map between layers held on the device; else parked, also in the smallest strips, or recomputed: on a CPU in
-    the smallest strips, too. Autoencoders of frames hold no map, and are at least as fast as they are plain: strips of
-    three sizes."""
+    """Offer exact strips, from the fastest way to the one that holds least.
+
+    The map between two layers is held on the device; else it is parked in host memory, also with the smallest strips;
+    else it is recomputed (on a CPU with the smallest strips, too). Autoencoders of frames hold no map and are at least
+    as fast by strips as whole: they get strips of three sizes.
+    """
     if target.anatomy.vae is None or not divides(target.anatomy.vae):
         return
     if is_causal(target.anatomy.vae):
@@ -130,6 +141,15 @@ def _no_other_tiling(*args: Any, **kwargs: Any) -> None:
 
 def run_exact(steps: Sequence[Step], x: Tensor, settings: Settings, stage: str = "decode") -> Tensor:
     """Run ``x`` (N, C, H, W) through ``steps`` by strips; the result equals the plain layers' up to rounding.
+
+    Args:
+        steps: the decoder's or encoder's steps, in order.
+        x: (N, C, H, W).
+        settings: as for :func:`vae_exact`.
+        stage: "decode" or "encode", for progress and errors.
+
+    Returns:
+        (N, C', H', W') in the type of ``x``.
 
     Raises:
         NotFiniteError: ``x`` contains NaN or infinity, or the layers produce them even in float32.

@@ -28,8 +28,15 @@ TILE, OVERLAP = 64, 16
 def vae_fast(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Decode and encode by blended tiles; what fits in one tile is not tiled.
 
+    Args:
+        anatomy: its autoencoder is patched.
+        settings, device: not read.
+
+    Yields:
+        One patch of ``forward`` for the decoder and one for the encoder.
+
     Raises:
-        NoSiteError: the target has no autoencoder.
+        NoSiteError: the target has no autoencoder, or one that decodes several frames together.
     """
     vae: Any = anatomy.vae
     if vae is None:
@@ -65,8 +72,14 @@ def blended(
     """``run`` over tiles of ``x`` (N, C, H, W), blended linearly.
 
     Args:
+        run: function from a tile (N, C, h, w) to its result (N, C', h * up // down, w * up // down).
+        x: the whole map.
         tile, overlap: in pixels of ``x``, multiples of ``down``; ``overlap`` less than ``tile``.
         up, down: ``run`` makes its input so many times larger or smaller.
+        stage: "decode" or "encode", for reports of progress.
+
+    Returns:
+        (N, C', H * up // down, W * up // down).
     """
     sides = []
     for size in x.shape[2:]:
@@ -87,7 +100,16 @@ def blended(
 
 
 def starts(size: int, tile: int, overlap: int) -> list[int]:
-    """Starts of tiles that cover ``size``; neighbours share ``overlap``, the last two possibly more."""
+    """Starts of tiles that cover ``size``; neighbours share ``overlap``, the last two possibly more.
+
+    Args:
+        size: length to cover.
+        tile: length of a tile.
+        overlap: length that two neighbours share.
+
+    Returns:
+        First positions, ascending; [0] if one tile is enough.
+    """
     if size <= tile:
         return [0]
     return [*range(0, size - tile, tile - overlap), size - tile]
@@ -98,6 +120,11 @@ def shares(places: list[int], size: int, total: int) -> list[Tensor]:
 
     Args:
         places: starts of the tiles, each ``size`` long, that cover ``total``.
+        size: length of a tile.
+        total: length of the side.
+
+    Returns:
+        (size,) in float64 for each tile.
     """
     heights = torch.zeros(total, dtype=torch.float64)
     position = torch.arange(size, dtype=torch.float64) + 0.5

@@ -55,6 +55,8 @@ def _convolution(step: Conv) -> Operation:
 
 
 def first_half(block: Residual) -> Operation:
+    """Operation conv1(silu(norm1(x))) of a residual block, which also crops x."""
+
     def run(strip: Strip, statistics: Statistics | None) -> Strip:
         assert statistics is not None
         hidden = strip.convolve(block.conv1, statistics.activated(strip.x))
@@ -64,6 +66,8 @@ def first_half(block: Residual) -> Operation:
 
 
 def second_half(block: Residual) -> Operation:
+    """Operation (shortcut(x) + conv2(silu(norm2(hidden)))) / scale of a residual block."""
+
     def run(strip: Strip, statistics: Statistics | None) -> Strip:
         assert statistics is not None and strip.hidden is not None
         hidden, strip.hidden = strip.hidden, None
@@ -102,6 +106,7 @@ def _downsampling(step: Downsample) -> Operation:
 
 
 def operations_of(step: Step) -> list[Operation]:
+    """Operations of one step of an autoencoder, in order."""
     if isinstance(step, Residual):
         return [first_half(step), second_half(step)]
     if isinstance(step, Upsample):

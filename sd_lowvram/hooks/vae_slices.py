@@ -23,6 +23,13 @@ from .offers import Offer, OfferKind, Target
 def vae_slices(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Decode and encode picture by picture.
 
+    Args:
+        anatomy: its autoencoder is patched.
+        settings, device: not read.
+
+    Yields:
+        Patches of decoder and encoder; for an autoencoder of frames its own slicing, or patches of decode and encode.
+
     Raises:
         NoSiteError: the target has no autoencoder.
     """

@@ -26,7 +26,17 @@ from .vae_exact import divides, run_exact
 
 
 def vae_whole(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
-    """Look at what decoder and encoder of the target's autoencoder make, if it has one. Waits for the device once."""
+    """Check the results of decoder and encoder for NaN and infinity, if the target has an autoencoder. Synchronises
+    once.
+
+    Args:
+        anatomy: its autoencoder is patched.
+        settings: with these, a result that is not finite is computed again by strips.
+        device: not read.
+
+    Yields:
+        One patch of ``forward`` for the decoder and one for the encoder.
+    """
     vae: Any = anatomy.vae
     for name, stage in (("decoder", "decode"), ("encoder", "encode")) if vae is not None else ():
         around = functools.partial(_looked_at, vae, dataclasses.replace(settings, vae_map=None), stage)

@@ -42,11 +42,20 @@ _KEPT = ("conv_in", "conv_out")
 
 
 def weight_storage(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch | Change]:
-    """Keep the weights of denoiser, ControlNet and text encoders as ``settings.weight_storage`` says.
+    """Store the weights of denoiser, ControlNet and text encoders in ``settings.weight_storage``.
+
+    Args:
+        anatomy: linear layers and convolutions of these components are changed.
+        settings: ``weight_storage`` is "int8" or "fp8".
+        device: device that computes.
+
+    Yields:
+        A change for each weight, a patch of each layer that widens its weight for the call, and refusals of what needs
+        full weights (fusing a LoRA, saving).
 
     Raises:
         NoSiteError: none of these has a linear or convolution layer with floating-point weights.
-        ConflictError: an earlier plan or attachment streams them, whose copies of them would stay as they are.
+        ConflictError: an earlier plan or attachment streams these weights: its copies would stay unquantised.
     """
     stored: dict[int, _Stored] = {}
     for name, component in anatomy.components.items():
@@ -93,7 +102,7 @@ def quantised_layers(anatomy: Anatomy, name: str, as_loaded: bool = False) -> li
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """int8, which is nearer to full weights than fp8 and of the same size, where another picture is allowed."""
+    """Offer int8 if the picture may change: it is nearer to full weights than fp8, and of the same size."""
     parts = target.anatomy.components
     if target.approximate and target.fixed.weight_storage is None:
         with pause_models(parts.values()):

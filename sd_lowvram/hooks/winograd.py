@@ -34,7 +34,14 @@ _LEAST_TILES = 96
 
 
 def winograd(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
-    """Answer the wide 3x3 convolutions of the target's autoencoder by Winograd's.
+    """Compute wide 3x3 convolutions of the target's autoencoder by Winograd's algorithm.
+
+    Args:
+        anatomy: convolutions of its autoencoder are patched.
+        settings, device: not read.
+
+    Yields:
+        One patch of ``forward`` for each wide convolution.
 
     Raises:
         NoSiteError: the target has no autoencoder, or one without such layers.
@@ -47,7 +54,7 @@ def winograd(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Offer it for every way to run the autoencoder, on a CPU where it was measured to be faster."""
+    """Offer Winograd's algorithm for every way to run the autoencoder on a CPU, if it was measured to be faster."""
     if target.device.type == "cpu" and target.anatomy.vae is not None and target.is_faster():
         yield Offer(OfferKind.BESIDE, {"winograd": True}, stages=("encode", "decode"))
 
