@@ -29,7 +29,7 @@ _COMPILED = Settings(compile="regional", channels_last=True)
 
 
 def measured_compiling(device: torch.device) -> Compiling:
-    """Takes up to some minutes, most of them the compiler's."""
+    """Measure the gain of torch.compile on ``device``; takes up to some minutes, most of them in the compiler."""
     unet, given = _part_of_unet(device)
     plain, kinds = copy.deepcopy(unet), kinds_of(anatomy_of(unet))["denoise"]
     call, warm_ups = functools.partial(_call, given=given), []
@@ -55,7 +55,7 @@ def measured_recording(device: torch.device) -> dict[str, float]:
     plain, call = copy.deepcopy(unet), functools.partial(_call, given=given)
     heard_of: list[str] = []
     with torch.inference_mode(), attached(unet, _RECORDED, device=device), heard(heard_of.append):
-        call(unet)  # only what comes again is recorded
+        call(unet)  # a pass is recorded when it is repeated
         found = compared(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
     refused = any(sentence.startswith("cuda_graphs: ") for sentence in heard_of)
     return {} if refused else {RECORDED: found["ratio"]}

@@ -51,12 +51,14 @@ def _key(base: Settings, stage: Stage, choice: Choice) -> tuple[Any, ...]:
 
 
 class Pricing:
-    """Costs of one request's stages with given settings."""
+    """Bytes and seconds of one request's stages, with given settings."""
 
     def __init__(self, anatomy: Anatomy, request: Request, like: Pricing | None = None) -> None:
         """
         Args:
-            like: of the same model and another size, whose fake copy will do.
+            anatomy: parts of the target.
+            request: picture, budgets and rates.
+            like: prices of the same model for another size; its fake copy is reused.
         """
         self.anatomy = anatomy
         self.request = request
@@ -76,20 +78,29 @@ class Pricing:
         self._widened: dict[int, tuple[Figures, Figures]] = {}
 
     def whole(self, base: Settings, options: Iterable[Candidate]) -> Candidate:
-        """The run that ``options`` make up, its stages in their order."""
+        """Return the run that consists of ``options``, with its stages in their order.
+
+        Args:
+            base: the knobs that all stages share, with the placement of the weights.
+            options: the chosen option of each group of stages.
+        """
         chosen = {(one.name, one.component): one for option in options for one in option.stages}
         ordered = tuple(chosen[stage.name, stage.component] for stage in self.costs.stages)
         knobs = {name: value for stage in ordered for name, value in stage.choice.items()}
         return Candidate(base.filled(**knobs), ordered, self.request.overhead_bytes, base)
 
     def confirmed(self, run: Candidate, most_seconds: float = math.inf) -> Candidate:
-        """``run`` with its stages traced whole, weights streamed as they will be; they are priced so from now on.
+        """Return ``run`` with its streamed stages traced whole, and use these figures from now on.
 
-        Weights that stay, or move whole, are added up without a trace. A stage that runs once and has not half the peak
-        decides nothing.
+        Only streamed weights need this: weights that stay, or move as a whole, are added up exactly. A stage that runs
+        once and has less than half of the peak is not traced, because it cannot decide anything.
 
         Args:
-            most_seconds: of a run that is found to take longer, no more is traced: its seconds are infinite.
+            run: the candidate.
+            most_seconds: stop tracing a run that is found to take longer; its seconds are then infinite.
+
+        Returns:
+            The candidate with the figures of the whole trace.
         """
         if run.settings.offload not in STREAMED:
             return run
@@ -97,7 +108,7 @@ class Pricing:
         for number, (stage, planned) in enumerate(zip(self.costs.stages, run.stages, strict=True)):
             decides = stage.repeats or planned.peak_bytes >= run.peak_bytes // 2
             key = _key(run.base, stage, planned.choice)
-            if key in self._traced_whole or not decides or not planned.activation_bytes:  # the last runs elsewhere
+            if key in self._traced_whole or not decides or not planned.activation_bytes:  # 0: it runs on the CPU
                 continue
             beyond = most_seconds - run.seconds
             try:
@@ -108,10 +119,10 @@ class Pricing:
         return dataclasses.replace(run, stages=tuple(confirmed))
 
     def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings, beyond: float) -> StagePlan:
-        """``planned`` as traced whole.
+        """Return ``planned`` with the figures of a whole trace.
 
         Raises:
-            TooManyCopiesError: it takes more than ``beyond`` seconds longer.
+            TooManyCopiesError: the stage takes more than ``beyond`` seconds longer than planned.
         """
         traced = self.as_traced(stage, settings)
         short, step, timing, once, most = self.costs(stage, self._unstreamed(traced)), None, None, 0, math.inf
@@ -127,7 +138,7 @@ class Pricing:
         # strips whose weights together exceed the buffer fetch them more than once
         again = max(0, whole.copied_bytes - once) / self.request.rates.copy_bandwidth if step else 0.0
         reserved = whole.reserved_bytes - short.reserved_bytes - ring
-        if not follows:  # a ring that does shares segments with activations
+        if not follows:  # a ring that follows the activations shares segments with them
             reserved = max(0, reserved)
         return dataclasses.replace(
             planned,
@@ -139,14 +150,24 @@ class Pricing:
         )
 
     def stage(self, settings: Settings, stage: Stage, choice: Choice, base: Settings) -> StagePlan:
-        """Price a stage with ``settings`` (``base`` plus the knobs of ``choice``), once."""
+        """Price a stage with ``settings`` (``base`` plus the knobs of ``choice``), once.
+
+        Args:
+            settings: ``base`` plus the knobs of ``choice``.
+            stage: the stage.
+            choice: its knobs.
+            base: the knobs that all stages share.
+
+        Returns:
+            Its bytes and seconds, from the whole trace if there was one.
+        """
         key = _key(base, stage, choice)
         if key not in self._known:
             self._known[key] = self._priced(settings, stage, choice)
         return self._known[key]
 
     def priced(self, base: Settings) -> list[StagePlan]:
-        """All that was priced with ``base``."""
+        """All stages that were priced so far with ``base``."""
         return [stage for (placed, *_), stage in self._known.items() if placed == base]
 
     def weights_bytes(self, settings: Settings) -> int:
@@ -160,7 +181,7 @@ class Pricing:
         )
 
     def fidelity(self, settings: Settings) -> Fidelity:
-        """The farthest from the model as loaded that any of the settings goes."""
+        """Return the lowest fidelity of all decided knobs, and of the number types of every component."""
         others = [knob.fidelity_of(value) for name, knob, value in settings.decided() if name != "precision" and value]
         return max(*(self._arithmetic(name, settings).fidelity for name in self.anatomy.components), *others)
 
@@ -182,7 +203,7 @@ class Pricing:
         waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
         on_host = self._host_resident(settings, max(0, waiting), cost.host_peak_bytes)
         ours = not stays and not self.anatomy.moved
-        copied = here if ours else 0  # the host copies stay in addition
+        copied = here if ours else 0  # copies on the device, in addition to those in host memory
         locks = self.on_gpu and not self.anatomy.moved
         locked = waiting if on_host.pinned_bytes is None else min(waiting, on_host.pinned_bytes)
         locked, unlocked = (locked, waiting - locked) if locks and not stays else (0, 0)
@@ -226,10 +247,11 @@ class Pricing:
         )
 
     def _resident(self, stage: Stage, settings: Settings) -> Figures:
-        """Cost of a stage with all weights on the device.
+        """Return the cost of a stage with all weights on the device.
 
-        Products of a step that are known to overflow in fp16 count with as many more operations as float32 is
-        slower."""
+        Products of a step that are known to overflow in fp16 run in float32. They count with as many more operations as
+        float32 is slower.
+        """
         cost, rates = self.costs(stage, settings), self.request.rates
         if settings.precision != "fp16-products" or not cost.spans:
             return cost
@@ -244,10 +266,10 @@ class Pricing:
         return self._widened[id(cost)][1]
 
     def _once(self, stage: Stage, settings: Settings, cost: Figures, recorded: bool) -> float:
-        """Seconds of one call of a stage, its weights being there.
+        """Return the seconds of one call of a stage whose weights are on the device.
 
         Args:
-            recorded: whether the program launches one graph in place of every operator.
+            recorded: True if one recorded graph is launched in place of every operator.
         """
         size = self._computed_bytes(stage.component, settings)
         key = id(cost), size, recorded
@@ -256,7 +278,8 @@ class Pricing:
         return self._calls[key][1]
 
     def _computed(self, stage: Stage, settings: Settings, cost: Figures) -> float:
-        """The share of a traced step's time that a step takes on average, where some pass over deep layers."""
+        """Return the part of a step's time that deep caching leaves, on average over all steps; 1 without deep caching.
+        """
         if settings.deep_cache is None or stage.component != self.anatomy.denoiser or not cost.spans:
             return 1.0
         deep = set(deep_modules(self.anatomy, settings))
@@ -273,12 +296,12 @@ class Pricing:
         return compiling_of(self.request.rates, self.request.device)
 
     def _gain(self, stage: Stage, settings: Settings) -> float:
-        """Speed-up of a stage by its compiled blocks."""
+        """Speed-up of a stage by compiled blocks; 1 if nothing is compiled."""
         known = self.compiling if is_compiled(settings) else None
         return known.gain if known is not None and self._kinds.get(stage.name) else 1.0
 
     def _warm_up(self, stage: Stage, settings: Settings) -> float:
-        """Seconds of compiling that fall to this run, one of those that make all pictures."""
+        """Seconds of compiling, divided by the number of runs that make all pictures."""
         known = self.compiling if is_compiled(settings) else None
         kinds = self._kinds.get(stage.name) if known is not None else None
         if known is None or not kinds:
@@ -291,8 +314,10 @@ class Pricing:
         return kinds_of(self.anatomy)
 
     def _left_of_recordings(self, settings: Settings) -> int:
-        """Bytes for cuBLAS' workspace of the stream that records passes. It stays after the recordings are gone, and
-        during other stages."""
+        """Bytes of cuBLAS' workspace for the stream that records passes.
+
+        The workspace stays after the recordings are freed, and during other stages.
+        """
         return segment(self.request.overhead.matrix_bytes) if settings.cuda_graphs else 0
 
     @functools.cached_property
@@ -304,7 +329,8 @@ class Pricing:
 
     @functools.cached_property
     def _scattered(self) -> int:
-        """Rounding waste: each ControlNet or adapter residual, held from step to step, may pin a segment of its own."""
+        """Rounding waste: each ControlNet or adapter residual stays from step to step and may pin a segment of its own.
+        """
         if not self.on_gpu or self.anatomy.denoiser is None:
             return 0
         with torch.device("meta"):
@@ -317,7 +343,7 @@ class Pricing:
         return sum(map(segment, sizes)) if self.on_gpu else sum(sizes)
 
     def _host_resident(self, settings: Settings, weights: int, parked: int) -> HostResidentWeights:
-        """``weights`` bytes in host memory, in addition to ``parked`` bytes of maps."""
+        """Distribute ``weights`` bytes over the host memory that ``parked`` bytes of maps leave."""
         if settings.offload in (None, "none"):
             return HostResidentWeights(weights, weights)
         mapped = sum(size for name, (size, _) in self._in_files.items() if self._stays_in_file(name, settings))
@@ -328,7 +354,7 @@ class Pricing:
         if found.pinned_bytes is None:
             share = PINNED_SHARE if self.on_gpu and self.request.rates.name != THIS else 1
             self.ram.holds(math.ceil((weights + parked + RING_BYTES) / share))
-        for more in (0, 1):  # what is taken hangs on the budget itself, or not
+        for more in (0, 1):  # budgets above this use give the same plan; if all RAM is used, this one alone does
             self.ram.holds((found.host_bytes + parked if found.pinned_bytes is None else self.request.ram) + more)
         return found
 
@@ -376,11 +402,13 @@ class Pricing:
 
     @property
     def _in_files(self) -> dict[str, tuple[int, int]]:
-        """Bytes of each component's weights that are used as they lie in a file, if they are not converted; and of
-        these, those of convolutions' kernels, which channels last brings in another order."""
+        """Bytes of each component that are read from a mapped file as they are, if no knob converts them.
+
+        The second number is the part in convolution kernels, which channels last reorders.
+        """
         if self._bytes_in_files is None:
             parts = self.anatomy.components
-            with pause_models(parts.values()):  # lent weights lie elsewhere
+            with pause_models(parts.values()):  # weights that are lent to a call are not in their files
                 self._bytes_in_files = {
                     name: (bytes_also_in_files(all_tensors(part)), bytes_also_in_files(reordered(part)))
                     for name, part in parts.items()
@@ -388,7 +416,11 @@ class Pricing:
         return self._bytes_in_files
 
     def as_traced(self, stage: Stage, settings: Settings) -> Settings:
-        """``settings`` as they act on one stage; weights that stay or move whole are added up without a trace."""
+        """Return ``settings`` as a trace of ``stage`` needs them.
+
+        Placement is left out unless weights are streamed: weights that stay, or move as a whole, are added up without a
+        trace.
+        """
         overflows = self._arithmetic(stage.component, settings).overflows
         precision = "fp32" if overflows else settings.precision
         traced = dataclasses.replace(settings, precision=precision, decoder_device=None)
@@ -401,7 +433,7 @@ class Pricing:
         return self._arithmetics[key]
 
     def _computed_bytes(self, component: str, settings: Settings) -> int:
-        """Bytes of the elements in which a component's products are made on the device."""
+        """Bytes of an element in a component's matrix products."""
         dtype = self._arithmetic(component, settings).dtype
         return 4 if dtype == torch.bfloat16 and not self.request.rates.bf16 else dtype.itemsize
 
@@ -410,7 +442,7 @@ class Pricing:
         return dataclasses.replace(settings, offload=None, weights_mib=None, split_layers=None)
 
     def _on_cpu(self, settings: Settings, stage: Stage, choice: Choice, weights: dict[str, int]) -> StagePlan:
-        """The decoder in host memory, in fp32."""
+        """Price the decoder in host memory, in fp32, on the CPU."""
         wide = self._unstreamed(dataclasses.replace(settings, precision="fp32", decoder_device=None))
         cost = self.costs(stage, wide)
         others = sum(weights.values()) - weights[stage.component]
@@ -439,7 +471,8 @@ class Pricing:
         return cost.flops / rates.processor_flops
 
     def timing(self, stage: Stage, settings: Settings) -> StepTiming:
-        """Times of a stage's modules with their weights on the device, and the cost of copying the weights."""
+        """Return the times of a stage's modules with their weights on the device, and the cost of copying the weights.
+        """
         resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
         cost = self._resident(stage, resident)
         on_host = self._host_resident(settings, self.weights_bytes(settings), cost.host_peak_bytes)
@@ -448,17 +481,17 @@ class Pricing:
             size = self._computed_bytes(stage.component, settings)
             model, copies = self.anatomy.components[stage.component], self._copies(stage, settings, on_host)
             timing = timing_of(stage.component, model, cost.spans, self.request.rates, size, copies)
-            alone = CONTROL not in self.anatomy.components  # which takes its turn in the ring, and has maps of its own
+            alone = CONTROL not in self.anatomy.components  # a ControlNet shares the ring, and has maps of its own
             maps = tuple(span.held_bytes for span in cost.spans) if alone else ()
             self._timings[key] = dataclasses.replace(timing, maps=maps)
         return self._timings[key]
 
     def step(self, stage: Stage, settings: Settings) -> Step:
-        """A denoising step with streamed weights."""
+        """Return the cost of one denoising step with streamed weights."""
         return self.costs.step(stage, self.as_traced(stage, settings), self.timing(stage, settings))
 
     def _room(self, settings: Settings, component: str, weights: Weights) -> int:
-        """Bytes on the device of a component that runs once, or of which its host keeps so many."""
+        """Bytes of weights on the device during a stage that runs once."""
         if settings.weights_mib is not None and settings.offload in ("blocks", "layer"):
             return self.costs.room(component, settings)
         if settings.offload == "layer":
@@ -473,7 +506,11 @@ class Pricing:
         weights: dict[str, int],
         on_host: HostResidentWeights,
     ) -> float:
-        """All calls of a stage that takes ``once``, and what is copied besides."""
+        """Return the seconds of all calls of a stage, and of copying weights between calls.
+
+        Args:
+            once: cost of one call: a step with streamed weights, or seconds.
+        """
         taken, already = (once.seconds, once.disk_bytes) if isinstance(once, Step) else (once, 0)
         seconds = self._times(stage) * taken
         if settings.offload in (None, "none"):
@@ -504,5 +541,5 @@ class Pricing:
             return copies
         cached = on_host.cached_bytes
         if not can_read_past_cache() and size > (on_host.pinned_bytes or 0) + cached:
-            cached = 0  # it forgets what was read longest ago, of weights in turn all
+            cached = 0  # it drops what was read longest ago: of weights that are read in a circle, everything
         return dataclasses.replace(copies, disk=self.disk, cached=cached)

@@ -45,16 +45,27 @@ class Shortage:
 
 
 def shortage(error: RuntimeError | MemoryError, where: str) -> Shortage:
-    """Classify an out-of-memory error as host or device; re-raise anything else."""
+    """Classify an out-of-memory error as host or device; re-raise anything else.
+
+    Args:
+        error: what a call raised.
+        where: the component, by name or in words for people.
+
+    Returns:
+        The kind of memory that is short.
+    """
     if not ran_out(error):
         raise error
     return Shortage(where, host_ran_out(error))
 
 
 def fallback(anatomy: Anatomy, go_leaner: Callable[[Shortage], object]) -> Iterator[Patch]:
-    """Yield patches: a component that runs out of memory is called again after ``go_leaner`` attached smaller settings.
+    """Yield patches of every entry: a component that runs out of memory is called again after ``go_leaner`` attached
+    smaller settings.
 
-    An exception of ``go_leaner`` is raised to the caller.
+    Args:
+        anatomy: parts of the target.
+        go_leaner: attaches the next plan; its exceptions are raised to the caller.
     """
     for name, component in anatomy.components.items():
         for entry in anatomy.entries[name]:
@@ -79,7 +90,7 @@ def _called(
         short = shortage(error, name)
     finally:
         _calls.under_way = False
-    go_leaner(short)  # outside of `except`: the frames that failed, and the tensors in them, are gone
+    go_leaner(short)  # outside of `except`, which would hold the frames that failed and their tensors
     return getattr(component, entry)(*args, **kwargs)
 
 
@@ -89,7 +100,10 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
     The same plan is tried again only if no step was taken before and its memory is free.
 
     Args:
+        plan: the plan that ran out of memory.
+        short: the kind of memory that is short, and where.
         fixed: knobs that the user has set.
+        make: plans a request with fixed settings, as :func:`.search.make_plan`.
 
     Raises:
         BudgetError: no plan with less memory fits.
@@ -109,7 +123,7 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
         except BudgetError as error:
             refused = error
             continue
-        if _needed(found, short) >= needed:  # a host that moves weights counts them in its own way
+        if _needed(found, short) >= needed:  # in a host that moves weights, other weights are counted
             continue
         if _holds_less(found, plan, short):
             return _below(plan, name, found, case, short)
@@ -142,7 +156,7 @@ def _give_up_cached(device: torch.device) -> None:
     PINNED_BUFFERS.give_up()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        free_pinned()  # pinned memory that torch keeps
+        free_pinned()  # pinned memory that torch caches
 
 
 def _there(plan: Plan) -> int | float:
@@ -161,7 +175,7 @@ def _less(plan: Plan, short: Shortage) -> Request:
     """The request for less than ``plan`` takes where memory ran out, and for no more than there is."""
     if _of_host(plan, short):
         least = max(stage.least_host_bytes for stage in plan.stages)
-        ram = least if least < plan.predicted.host_bytes else least - 1  # at first what weights can do without
+        ram = least if least < plan.predicted.host_bytes else least - 1  # first without the RAM that only saves time
         return dataclasses.replace(plan.request, ram=max(1, ram))
     vram = min(_needed(plan, short) - 1, _there(plan))
     return dataclasses.replace(plan.request, vram=max(1, int(vram)))

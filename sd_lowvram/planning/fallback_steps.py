@@ -45,15 +45,16 @@ _HOST_IS_SHORT: _Opened = (
 )
 
 _CLOSED: dict[str, Any] = {"park_skips": False, "vae_map": "held", "decoder_device": "gpu"}
-"""Values of knobs that a plan left open, until their step comes."""
+"""Values to which open knobs are fixed until their step opens them."""
 
 
 def ladder(chosen: Settings, fixed: Settings, of_host: bool) -> Iterator[tuple[str, Settings]]:
-    """Each step's name, and the knobs that stay as they are on it.
+    """Yield the fallback steps, each with its name and the knobs that stay fixed on it.
 
     Args:
-        chosen: what ran out of memory; ``fixed`` of it a person has set.
-        of_host: it is host memory that is short, and not the device's.
+        chosen: settings of the plan that ran out of memory.
+        fixed: the knobs among them that a person has set.
+        of_host: True if host memory is short, False if the device's is.
     """
     held = chosen.filled(**_CLOSED)
     for name, opened in _HOST_IS_SHORT if of_host else _DEVICE_IS_SHORT:
@@ -65,7 +66,8 @@ def without_closed(settings: Settings, before: Settings) -> Settings:
     """Drop knobs that were pinned only to freeze the search and still hold their default.
 
     Args:
-        before: the settings before the search was frozen.
+        settings: settings of the new plan.
+        before: settings before the search was frozen.
     """
     exact = settings.vae_tiles == "exact"
     said_nothing = [

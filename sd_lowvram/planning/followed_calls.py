@@ -14,7 +14,7 @@ from ..weights import needs_graph
 
 
 def told_of_autograd(anatomy: Anatomy) -> Iterator[Patch]:
-    """Warn at the first call of a component that autograd follows."""
+    """Yield patches that warn at the first call of a component under autograd."""
     told: set[str] = set()
     for name, component in anatomy.components.items():
 

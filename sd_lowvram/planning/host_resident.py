@@ -16,8 +16,9 @@ class HostResidentWeights:
         host_bytes: host memory that they use.
         least_bytes: host memory with which they would work.
         copied_bytes: the part of ``host_bytes`` that is also in a mapped file.
-        pinned_bytes: weights that are copied at the bus' rate; None: all. The others are read meanwhile.
-        cached_bytes: the part of the others that fits the system's cache; None: all. The rest is read from disk.
+        pinned_bytes: weights that are copied at the bus' rate; None: all. The rest is read while these are copied.
+        cached_bytes: the part of that rest that fits the system's cache; None: all of it. What is left is read from
+            disk.
     """
 
     host_bytes: int
@@ -33,7 +34,13 @@ def host_resident(weights: int, mapped: int, ram: int, pinnable: int | None) -> 
     Mapped weights need only the ring through which they pass, and are faster with more memory.
 
     Args:
+        weights: bytes that wait in host memory.
+        mapped: the part of them in mapped files.
+        ram: budget of the host in bytes.
         pinnable: the most bytes that can be page-locked, ring included; None: all.
+
+    Returns:
+        Bytes in pinned memory, in ordinary memory, in the system's cache and on disk.
     """
     mapped = min(mapped, weights)
     least = least_host_bytes(weights, mapped)
@@ -46,7 +53,14 @@ def host_resident(weights: int, mapped: int, ram: int, pinnable: int | None) -> 
 
 
 def read_bytes(component: str, order: Sequence[str], weights: Mapping[str, int], held: int | None) -> int:
-    """Bytes of one component beyond the ``held`` ones of those that come first in ``order``; None: all are held."""
+    """Return the bytes of one component that are not held, if ``held`` bytes are filled in ``order``.
+
+    Args:
+        component: name of the component.
+        order: names of all components, those that are held first at the front.
+        weights: bytes by component.
+        held: bytes that are held; None: all.
+    """
     if held is None or component not in order:
         return 0
     before = sum(weights[name] for name in order[: order.index(component)])

@@ -35,14 +35,15 @@ _TRIALS = 8
 def largest_plans(
     anatomy: Anatomy, request: Request, settings: Settings, approximate: bool = False
 ) -> dict[str, Plan | None]:
-    """The largest sizes that fit.
+    """Return the plans of the largest sizes that fit.
 
     Args:
-        request: budgets and device; its own size counts for nothing.
+        anatomy: parts of the target.
+        request: budgets and device; its own size is not used.
         settings, approximate: as for :func:`.search.make_plan`.
 
     Returns:
-        For every ratio of width to height the plan of the largest size; None where not even the smallest fits.
+        For every ratio of width to height, the plan of the largest size; None if not even the smallest fits.
     """
     first = PlanSearch(anatomy, request, settings, approximate)
     report = functools.partial(_report, itertools.count())
@@ -81,7 +82,7 @@ def _largest(searched: Callable[[int, int], PlanSearch], width: int, height: int
 
     steps = largest(pressure, 1, round(math.sqrt(area / (width * height))), MOST // max(width, height))
     for number in range(steps, 0, -1):
-        with contextlib.suppress(BudgetError):  # a whole trace may see more than its parts tell
+        with contextlib.suppress(BudgetError):  # a whole trace may find more than the sum predicted
             return best_plan(known.get(number) or searched(number * width, number * height))
     return None
 
@@ -100,11 +101,14 @@ def _pressure(search: PlanSearch) -> float:
 
 
 def largest(pressure: Callable[[int], float], limit: float, guess: int, most: int) -> int:
-    """The largest number from 1 to ``most`` for which ``pressure``, which never falls, is within ``limit``; 0: none.
+    """Return the largest number from 1 to ``most`` for which ``pressure`` is within ``limit``; 0: there is none.
 
     Args:
-        pressure: grows about as a constant and the square of the number, so that a secant finds the place.
+        pressure: function that never falls; it grows about as a constant plus the square, so that a secant finds the
+            place.
+        limit: largest allowed value.
         guess: where to begin.
+        most: largest number to try.
     """
     low, high = 0, most + 1
     seen: list[tuple[int, float]] = []
@@ -115,7 +119,7 @@ def largest(pressure: Callable[[int], float], limit: float, guess: int, most: in
         if math.isfinite(amount):
             seen.append((number * number, amount))
         guess = _secant(seen, limit) if math.isfinite(amount) else (low + high) // 2
-        if len(seen) > _TRIALS:  # no line: divide evenly
+        if len(seen) > _TRIALS:  # the secant does not converge: bisect
             guess = (low + high) // 2
     return low
 

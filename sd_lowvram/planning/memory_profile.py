@@ -80,6 +80,10 @@ def overrun(plan: Any, run: MeasuredRun) -> str | None:
 
     An excess of up to 1 % or 8 MiB, whichever is more, is allowed. On a CPU the allocator counts host memory too, so
     planned host bytes are added.
+
+    Args:
+        plan: the plan that was attached.
+        run: what was measured.
     """
     on_cpu = plan.request.device.type == "cpu"
     planned = {(one.name, one.component): one.held_bytes if on_cpu else one.peak_bytes for one in plan.stages}
@@ -99,16 +103,17 @@ def overrun(plan: Any, run: MeasuredRun) -> str | None:
 
 @contextlib.contextmanager
 def measured(target: Any, anatomy: Anatomy | None = None, device: torch.device | None = None) -> Iterator[MeasuredRun]:
-    """Record what ``target`` does inside the block: ``with measured(pipe) as run: pipe("...")``, then ``run.stages``.
+    """Record stages, seconds and peak bytes of what ``target`` runs inside the block.
 
-    On a GPU the figures are those of ``torch.cuda``: its peak statistics are reset. On a CPU they are the events of
-    torch's allocator, which knows no accounts: weights and maps that wait in host memory are in them. There the time
-    grows by a few microseconds an operator, and only the calling thread is seen.
+    Use it as ``with measured(pipe) as run: pipe("...")``, then read ``run.stages``. On a GPU the figures are those of
+    ``torch.cuda``, whose peak statistics are reset. On a CPU they are the events of torch's allocator, which counts
+    weights and maps in host memory too; there each operator takes a few microseconds longer, and only the calling
+    thread is recorded.
 
     Args:
         target: what ``optimize`` takes, with a plan attached or without.
-        anatomy: of the target, where that is not to be found by looking at it.
-        device: where it runs, likewise.
+        anatomy: parts of the target; None: found by looking at it.
+        device: where it runs; None: found likewise.
 
     Yields:
         The stages with their seconds and peak bytes, weights included; empty until the block ends.

@@ -20,13 +20,13 @@ Choice = dict[str, Any]
 
 @dataclass(frozen=True)
 class Group:
-    """Stages that share knobs.
+    """Stages that share knobs, and the ways to run them.
 
     Attributes:
-        tiers: the ways to run them. Those of one tier are slower than those of the tier before; which of them is the
-            fastest hangs on the device.
-        smallest: the one of them that holds least on the device.
-        offers: of which they are made.
+        tiers: the ways to run them, in tiers. Ways of a later tier are slower; which way of a tier is fastest depends
+            on the device.
+        smallest: the way that holds least on the device.
+        offers: the offers from which the ways are made.
     """
 
     stages: tuple[Stage, ...]
@@ -60,7 +60,12 @@ class WeightPlacement:
 
 
 def weight_ways(offers: Iterable[Offer], fixed: Settings) -> list[WeightPlacement]:
-    """All ways to place the weights: each offer of a knob combined with the offers of the other knobs."""
+    """Return all ways to place the weights: each offer of a knob combined with the offers of the other knobs.
+
+    Args:
+        offers: of all hooks.
+        fixed: decided knobs; offers that contradict them are left out.
+    """
     by_knob: dict[str, list[Offer]] = {}
     for offer in of_kind(offers, OfferKind.WEIGHTS):
         if all(value is None or getattr(fixed, name) in (None, value) for name, value in offer.knobs.items()):
@@ -74,7 +79,16 @@ def weight_ways(offers: Iterable[Offer], fixed: Settings) -> list[WeightPlacemen
 
 
 def groups(stages: Iterable[Stage], fixed: Settings, offers: Sequence[Offer]) -> list[Group]:
-    """The stages of a run, those together that share offers, with what ``fixed`` leaves open of their ways."""
+    """Put stages that share offers together.
+
+    Args:
+        stages: of a run, in order.
+        fixed: decided knobs.
+        offers: of all hooks.
+
+    Returns:
+        Groups, each with the ways to run it that ``fixed`` leaves open.
+    """
     shared: list[tuple[list[Stage], list[Offer]]] = []
     for stage in stages:
         mine = [offer for offer in offers if stage.name in offer.stages]
@@ -103,7 +117,7 @@ def _group(stages: tuple[Stage, ...], fixed: Settings, offers: list[Offer]) -> G
 
 
 def ladder(offers: Iterable[Offer]) -> dict[int, Choice]:
-    """All offers up to each level of the combined offers; the last one of a knob wins."""
+    """Accumulate the combined offers up to each level; of several offers for a knob the last counts."""
     climbing = sorted(of_kind(offers, OfferKind.LADDER), key=lambda offer: offer.level)
     found: dict[int, Choice] = {}
     choice: Choice = {}

@@ -18,16 +18,15 @@ class Predicted:
     """Bytes at the peak, and the seconds of the whole run.
 
     Attributes:
-        peak_bytes: of tensors on the device, weights included.
-        reserved_bytes: what the device must give for them and the libraries' workspaces, as torch's allocator takes it
-            in segments.
-        overhead_bytes: of the driver's context, besides.
-        weights_bytes, activation_bytes: on the device in the stage that has the peak.
+        peak_bytes: tensors on the device, weights included.
+        reserved_bytes: what torch's allocator reserves for these tensors and the libraries' workspaces, in segments.
+        overhead_bytes: memory of the driver's context, in addition.
+        weights_bytes, activation_bytes: on the device in the stage with the peak.
         host_bytes: weights and maps that wait in host memory.
         largest_bytes: the largest single allocation.
         seconds: text, all steps, decoding, and moving the weights.
-        stage: the one with the peak.
-        locked_bytes: of ``host_bytes``, those that are page-locked for copies to and from a GPU.
+        stage: the stage with the peak.
+        locked_bytes: the part of ``host_bytes`` that is page-locked for copies to and from a GPU.
     """
 
     peak_bytes: int
@@ -83,10 +82,13 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings with what each stage takes, of a run or of a part of it, and what the device needs besides tensors.
+    """Settings with what they need: a run, or the stages that share an option.
 
     Attributes:
-        base: what of the settings all stages share, the way to place the weights among them.
+        base: the knobs that all stages share, with the placement of the weights.
+        settings: all decided knobs.
+        stages: bytes and seconds of each stage.
+        overhead_bytes: bytes that the device needs in addition to tensors.
     """
 
     settings: Settings

@@ -17,15 +17,17 @@ from .request import Request
 from .wording import Kind, Reason, described
 
 _WORTH_TELLING = 0.95
-"""Part of the time from which on down it is worth telling what more memory would buy."""
+"""Largest part of the time for which the reason names the larger budget."""
 
 
 def budget_error(request: Request, smallest: Candidate, leanest: Candidate | None) -> BudgetError:
-    """Why nothing fits, with the smallest budget that would work and the stage that needs it.
+    """Return the error that nothing fits, with the smallest budget that works and the stage that needs it.
 
     Args:
+        request: picture and budgets.
         smallest: the candidate that needs least of the device.
-        leanest: of those that the device holds, the one that needs least of the host.
+        leanest: the candidate that needs least of the host, among those that fit the device; None: none fits the
+            device.
     """
     worst = smallest.worst
     needed = smallest.needed_bytes
@@ -62,7 +64,12 @@ def remedy(by_size: bool) -> str:
 
 
 def too_large(limit: int, stage: StagePlan) -> BudgetError:
-    """The error that no settings keep every allocation within ``limit``, with the smallest limit that works."""
+    """The error that no settings keep every allocation within ``limit``, with the smallest limit that works.
+
+    Args:
+        limit: largest allowed allocation in bytes.
+        stage: the stage with the largest allocation.
+    """
     mebibytes, by_size = -(-stage.largest_bytes // (1 << 20)), stage.name != TEXT_STAGE
     return BudgetError(
         f"largest_mib {limit >> 20}: {stage.name} makes a single allocation of at least {mebibytes} MiB. "
@@ -75,10 +82,16 @@ def too_large(limit: int, stage: StagePlan) -> BudgetError:
 
 
 def why_not(stage: StagePlan, others: list[StagePlan], request: Request, largest: float) -> str:
-    """The reason why the smallest of the faster ways (``others``) to run a stage was rejected; "": none is faster.
+    """Return the reason why the smallest of the faster ways to run a stage was rejected.
 
     Args:
+        stage: the stage as it was chosen.
+        others: all ways to run it that were priced.
+        request: picture and budgets.
         largest: limit for a single allocation in bytes.
+
+    Returns:
+        A few words for people; "" if no way is faster.
     """
     faster = [one for one in others if one.choice != stage.choice and one.seconds < stage.seconds]
     if not faster:
@@ -105,7 +118,11 @@ def reasons(
     """Reasons for what was chosen, what it costs, and what the next larger budget would buy.
 
     Args:
-        unlocked_seconds: what it takes longer as not all weights that wait are page-locked.
+        request: picture, budgets and rates.
+        best: the chosen candidate.
+        following: the nearest faster candidate beyond the budget; None: there is none.
+        compiling: measured gain of torch.compile; None: not measured.
+        unlocked_seconds: extra seconds because not all waiting weights are page-locked.
         disk: bytes a second of the disk under the weights.
     """
     found = [Reason(Kind.PEAK, **_budget(request, best), stage=best.worst.name)]

@@ -22,11 +22,17 @@ _replanning = threading.local()
 
 
 def watch_sizes(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]:
-    """Watch what comes to denoiser and autoencoder, and call ``replan(width, height, batch, passes, frames)`` where it
-    is more than was planned for: more pixels, more pictures, more frames, more passes of guidance for each of them, or
-    other conditions (an IP-Adapter that was loaded or unloaded since).
+    """Yield patches that call ``replan(width, height, batch, passes, frames)`` before a call that is larger than
+    planned.
 
-    The call goes on afterwards with what is attached then; an exception of ``replan`` reaches the caller instead.
+    Larger means more pixels, pictures, frames, or passes of guidance, or other conditions (an IP-Adapter that was
+    loaded or unloaded). The call continues with what is attached then; an exception of ``replan`` is raised to the
+    caller instead.
+
+    Args:
+        anatomy: parts of the target; denoiser and autoencoder are watched.
+        request: what was planned for.
+        replan: plans and attaches anew.
     """
     factor = scale_factor(anatomy)
     for name in (anatomy.denoiser, anatomy.autoencoder):
@@ -43,10 +49,15 @@ def watch_sizes(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[
 
 
 def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object]) -> Iterator[Patch]:
-    """Call ``replan(name, model)`` when ``target`` has a new or another model than ``anatomy``.
+    """Yield patches that call ``replan(name, model)`` when ``target`` has a new model in place of one of ``anatomy``.
 
     This is checked at the beginning of a run and at every call of the models. A removed model needs no new plan. The
     call continues with what is attached then; an exception of ``replan`` is raised to the caller.
+
+    Args:
+        target: the pipeline.
+        anatomy: its parts when it was planned.
+        replan: plans and attaches anew.
     """
 
     def look(owner: Any, entry: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +93,7 @@ class _SizeWatch:
     def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = self.latents_in_call(self.component, args, kwargs)
         again = found is not None and getattr(_replanning, "call", None) is found.latents
-        if found is None or isinstance(found.latents, FakeTensor) or again:  # what is still too small is not made twice
+        if found is None or isinstance(found.latents, FakeTensor) or again:  # not planned twice
             return original(*args, **kwargs)
         request = self.request
         rows = request.shape.rows if self.denoises else request.batch

@@ -84,7 +84,7 @@ class Budget:
     alike: tuple[float, float] = (0, math.inf)
 
     def holds(self, needed: int) -> bool:
-        """Return True if ``needed`` bytes are within the budget."""
+        """Return True if ``needed`` bytes are within the budget, and narrow ``alike`` by the answer."""
         least, most = self.alike
         answer = needed <= self.bytes
         self.alike = (max(least, needed), most) if answer else (least, min(most, needed - 1))
@@ -145,7 +145,7 @@ def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
     check_count("steps", steps)
     check_count("pictures", pictures)
     where = torch.device(stated("device", default_device))
-    unlock_ended()  # of models that have gone: that memory is free
+    unlock_ended()  # pages of models that no longer exist count as free
     return Request(
         width=width,
         height=height,
@@ -165,7 +165,16 @@ def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
 
 
 def check_size(width: int, height: int, batch: int = 1, factor: int = 8) -> None:
-    """Raise BadInputError unless the picture's sides are positive multiples of ``factor``; says what is nearest."""
+    """Raise BadInputError unless the picture can be planned; the message names the nearest size.
+
+    Args:
+        width, height: in pixels; positive multiples of ``factor``.
+        batch: pictures at a time, at least 1.
+        factor: pixels of the picture for one of the latents.
+
+    Raises:
+        BadInputError: a side or the batch cannot be used.
+    """
     for name, pixels in (("width", width), ("height", height)):
         if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < factor or pixels % factor:
             near = f": the nearest is {max(factor, factor * round(pixels / factor))}" if isinstance(pixels, int) else ""
@@ -174,7 +183,11 @@ def check_size(width: int, height: int, batch: int = 1, factor: int = 8) -> None
 
 
 def check_count(name: str, count: int) -> None:
-    """Raise BadInputError unless ``count`` of what ``name`` says is a whole number of at least 1."""
+    """Raise BadInputError unless ``count`` is a whole number of at least 1; ``name`` is the option in the message.
+
+    Raises:
+        BadInputError: it is not.
+    """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise BadInputError(f"{name} {count!r} must be a whole number of at least 1")
 

@@ -1,9 +1,16 @@
 """The search: from a model, a picture size and a budget to the fastest settings that fit.
 
-A run is a row of stages. For every way to place the weights, each stage begins with its fastest option, and takes the
-next where that does not fit. Of all these runs, from the fastest on, the first that is within the budgets is traced
-whole and answered. What an option takes is traced when its turn comes. What hooks offer late is tried last, and only
-where a run that does not fit would be much faster.
+A run consists of stages: text, the denoising steps, the decode. A candidate is a way to place the weights, and one
+option for each stage. An option is a set of knobs, such as exact tiles for the decode; a faster option usually holds
+more.
+
+The search begins, for every way to place the weights, with the fastest option of each stage. While the run does not
+fit, each stage that does not fit takes its next option. Candidates are compared in the order of their times. A stage
+with streamed weights is first priced by a sum: its activations, traced with all weights on the device, plus the buffer
+of the weights. The first candidate that fits by such sums is traced whole, with its weights streamed; if it still fits,
+it is the plan. Options are traced only when they are reached. Late offers of hooks are tried last, and only if a run
+that does not fit would be much faster.
+
 Peaks come from tracing the real modules with the real hooks on fake tensors (:mod:`stage_costs`), times from counted
 work over the device's rates (:mod:`sd_lowvram.devices.performance`).
 """
@@ -40,27 +47,31 @@ __all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "make_plan"]
 def make_plan(
     anatomy: Anatomy, request: Request, settings: Settings, approximate: bool = False, least: bool = True
 ) -> Plan:
-    """The fastest settings that fit, traced whole.
+    """Return the fastest settings that fit, with their predicted peak and time.
 
     Args:
-        anatomy: of the target, as it is loaded: its weights' types and places count.
+        anatomy: parts of the target, with the types and places of its weights as they are loaded.
         request: the picture, the budgets in bytes, and the rates of the device.
-        settings: knobs that are fixed; the rest is searched.
-        approximate: whether a narrower precision may be chosen.
-        least: whether the smallest settings are looked for, too, which may take as long as all the rest; else the
-            plan's minimum is what it needs itself.
+        settings: knobs that are fixed; the search decides the rest.
+        approximate: True to allow settings that change the picture.
+        least: True to look for the smallest settings too, which may take as long as all the rest. False: the plan's
+            minimum is what the plan itself needs.
 
     Returns:
-        The plan, with the next faster candidate that was turned down.
+        The plan. ``next_faster`` is the nearest faster candidate that exceeds the budget.
 
     Raises:
-        BudgetError: none fits; it names the smallest budget that works and the stage that needs it.
+        BudgetError: nothing fits; the error has the smallest budget that works and the stage that needs it.
     """
     return best_plan(PlanSearch(anatomy, request, settings, approximate), least)
 
 
 def best_plan(search: PlanSearch, least: bool = True) -> Plan:
-    """The plan that ``search`` ends with.
+    """Return the plan that ``search`` finds.
+
+    Args:
+        search: the search of one request.
+        least: as for :func:`make_plan`.
 
     Raises:
         BudgetError: as :func:`make_plan`.
@@ -76,7 +87,7 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
         if best is None or not search.pricing.ram.holds(best.host_bytes):
             raise budget_error(request, smallest, best)
     if least and not search.pricing.on_gpu and search.recomputes(smallest):
-        smallest = search.smallest_as_traced_whole() or smallest  # where maps are recomputed, parts tell too little
+        smallest = search.smallest_as_traced_whole() or smallest  # a stage that recomputes maps is priced too low
     smallest = min(smallest, best, key=lambda run: run.needed_bytes)
     following = search.next_faster(best)
     return Plan(
@@ -107,14 +118,15 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
 
 
 class PlanSearch:
-    """Runs of one request, from the fastest to the smallest."""
+    """The search of one request: its candidates, and which of them fit."""
 
     def __init__(
         self, anatomy: Anatomy, request: Request, settings: Settings, approximate: bool, like: PlanSearch | None = None
     ) -> None:
         """
         Args:
-            like: of the same model and another size, which makes this one faster.
+            anatomy, request, settings, approximate: as for :func:`make_plan`.
+            like: a search of the same model for another size; its fake copy and traces are reused.
         """
         self.request = request
         check_moved(anatomy.components)
@@ -137,10 +149,11 @@ class PlanSearch:
     # The fastest
 
     def fastest(self) -> Candidate | None:
-        """The fastest run that its whole trace finds within the budgets too.
+        """Return the fastest candidate that fits when it is traced whole; None if none does.
 
-        A whole trace may find more bytes, or of more time: its figures then take the place of those that the run
-        was composed of, and the next ones have their turn as long as they may be faster by what is worth a trace.
+        A whole trace may find more bytes, or more seconds, than the sum by which a candidate was priced. Its figures
+        replace the sum. The search then continues with the next candidates, as long as one may be faster by more than a
+        trace is worth.
         """
         best = self._faster(map(self._runs, [*self._placements, *self._variants]), None)
         for offer in self._late_offers:
@@ -148,9 +161,10 @@ class PlanSearch:
         return best
 
     def _faster(self, ways: Iterable[Iterator[Candidate]], best: Candidate | None) -> Candidate | None:
-        """The fastest run of ``ways``, each of which goes from the fastest on, that fits; ``best`` if none is faster.
+        """Return the fastest fitting candidate of ``ways``, or ``best`` if none is faster.
 
-        Times are rounded to 9 digits: float sums depend on order, and ties must stay ties.
+        Each way yields candidates from the fastest on. Times are rounded to 9 digits: float sums depend on order, and
+        ties must stay ties.
         """
         for run in heapq.merge(*ways, key=lambda run: float(f"{run.seconds:.9g}")):
             if best is not None and run.seconds >= _WORTH_A_TRACE * best.seconds:
@@ -166,13 +180,15 @@ class PlanSearch:
         return best
 
     def _late(self, offer: Offer, best: Candidate) -> Iterator[Candidate]:
-        """``best`` with ``offer`` in place of what it has in a stage, where the budget costs time."""
+        """Yield ``best`` with a late offer, if a run that does not fit would be much faster than ``best``."""
         known = [*self._rejected, *self._beyond_as_whole]
         if any(run.seconds < _WORTH_MORE_TRACES * best.seconds for run in known):
             yield from filter(None, [self._instead(offer, best)])
 
     def _instead(self, offer: Offer, run: Candidate) -> Candidate | None:
-        """``run`` with what is offered for some of its stages in place of what they have; None: it cannot be."""
+        """Replace what ``run`` has in the stages of ``offer`` by the offer's knobs; return None if they exclude each
+        other.
+        """
         chosen = [(group, _choice(run, group)) for group in self._groups]
         if not offer.is_late_in(self._offers, run.settings):
             return None
@@ -182,15 +198,15 @@ class PlanSearch:
         return self.pricing.whole(run.base, [self._option(run.base, *one) for one in mine])
 
     def _runs(self, base: Settings) -> Iterator[Candidate]:
-        """Runs with the weights placed as ``base`` says, each faster than the next, up to the first that fits.
+        """Yield runs with the weights placed as ``base`` says, each faster than the next, up to the first that fits.
 
-        Where the weights alone do not fit, there is only one.
+        If the weights alone do not fit, there is only one run.
         """
         left = [self._from_the_fastest(base, group) for group in self._groups]
         chosen = [choice for choices in left if (choice := next(choices, None)) is not None]
         while len(chosen) == len(left):
             yield (run := self.pricing.whole(base, self._options(base, chosen)))
-            fits = list(map(self._fits, self._options(base, chosen)))  # as traced whole, if it was the run's turn
+            fits = list(map(self._fits, self._options(base, chosen)))  # by the whole trace, if the run was traced
             if all(fits) or not self.pricing.vram.holds(run.weights_bytes + run.overhead_bytes):
                 return
             try:
@@ -200,13 +216,17 @@ class PlanSearch:
                 return
 
     def _from_the_fastest(self, base: Settings, group: Group) -> Iterator[Choice]:
-        """The ways to run ``group``; those of one tier are priced together, when their turn comes."""
+        """Yield the ways to run ``group``, from the fastest on. All ways of a tier are priced when the first of them is
+        needed.
+        """
         for tier in group.tiers:
             possible = [choice for choice in tier if group.goes_with(choice, base)]
             yield from sorted(possible, key=lambda choice: self._option(base, group, choice).seconds)
 
     def next_faster(self, best: Candidate) -> Candidate | None:
-        """The faster run that exceeds the budget by the least."""
+        """Return the rejected run that is faster than ``best`` and exceeds the device's budget by the least; None:
+        there is none.
+        """
         beyond = [run for run in self._rejected if run.needed_bytes > self.request.vram and run.seconds < best.seconds]
         faster = [run for run in beyond if run.host_bytes <= self.request.ram and self._small(run)]
         return min(faster, key=lambda run: (run.needed_bytes, run.seconds), default=None)
@@ -214,26 +234,31 @@ class PlanSearch:
     # The smallest
 
     def smallest(self) -> Candidate | None:
-        """The run with the least peak, whatever its time and whatever the budgets.
+        """Return the run with the least peak, whatever its time and whatever the budgets.
 
-        None: the bound on single allocations forbids all.
+        Returns:
+            The run; None if every run exceeds the limit for a single allocation.
         """
         run = self._least(self._fewest, "needed_bytes", self._small, lambda group: [group.smallest])
         return run if run is not None else self._least(self._fewest, "needed_bytes", self._small)
 
     def smallest_as_traced_whole(self) -> Candidate | None:
-        """Like :meth:`smallest`, for runs that are traced whole (slower); a budget of that size gives a plan."""
+        """Like :meth:`smallest`, with the runs traced whole, which is slower. A budget of that size is enough for a
+        plan.
+        """
         return self._settled(self.smallest)
 
     def recomputes(self, run: Candidate) -> bool:
-        """True if a stage that runs once has the highest peak, or nearly so."""
+        """Return True if a stage that runs once has the highest peak, or nearly so.
+
+        Such a stage may recompute maps; its price as a sum is then too low.
+        """
         near = (one for one in run.stages if one.reserved_bytes >= _NEARLY * run.worst.reserved_bytes)
         return not all(map(self.pricing.runs_often, near))
 
     def leanest(self) -> Candidate | None:
-        """The run with the least host memory among those that fit the device when traced whole.
-
-        A larger device buffer for streamed weights needs no more host memory.
+        """Return the run with the least host memory among those that fit the device when traced whole; None if none
+        fits.
         """
         least_rooms = {self._ways[one]: one for one in reversed(self._placements)}
         for bases in (least_rooms.values(), self._fewest):
@@ -243,7 +268,7 @@ class PlanSearch:
         return None
 
     def _settled(self, found: Callable[[], Candidate | None]) -> Candidate | None:
-        """Repeat the search until tracing the result whole changes nothing."""
+        """Trace the result of a search whole and search again, until the result stays the same."""
         run, priced = found(), None
         while run is not None and run != priced:
             self.pricing.confirmed(run)
@@ -251,7 +276,7 @@ class PlanSearch:
         return run
 
     def too_large(self) -> BudgetError:
-        """The error for a stage with an allocation larger than the settings allow, whatever is chosen."""
+        """Return the error for a limit on single allocations that no settings meet."""
         run = self._least(self._placements, "largest_bytes", lambda _: True)
         assert run is not None
         return too_large(int(self.largest), max(run.stages, key=lambda stage: stage.largest_bytes))
@@ -274,16 +299,16 @@ class PlanSearch:
             runs += [self.pricing.whole(base, [min(each, key=size) for each in found])] if all(found) else []
         return min(runs, key=size, default=None)
 
-    # What there is
+    # Placements and options
 
     @property
     def _placements(self) -> list[Settings]:
-        """The ways to keep the weights."""
+        """Settings for each way to place the weights."""
         return list(self._ways)
 
     @functools.cached_property
     def _fewest(self) -> list[Settings]:
-        """The runs that hold the least on the device."""
+        """The placements that hold the fewest bytes of weights on the device."""
         ways = self._ways.values()
         return [base for base in self._placements if self._ways[base].least or not any(way.least for way in ways)]
 
@@ -291,7 +316,8 @@ class PlanSearch:
     def _ways(self) -> dict[Settings, WeightPlacement]:
         """Settings for each way to place the weights, and the way.
 
-        A way that the model's weights do not allow is skipped; its error is raised only if no other way remains."""
+        A way that the model's weights do not allow is skipped. Its error is raised only if no other way is left.
+        """
         found: dict[Settings, WeightPlacement] = {}
         refused: LowVRAMError | None = None
         for way in weight_ways(self._offers, self._fixed):
@@ -312,23 +338,23 @@ class PlanSearch:
 
     @functools.cached_property
     def _variants(self) -> list[Settings]:
-        """The same ways again with each offer for whole runs."""
+        """The placements again, each combined with every offer for whole runs."""
         wholes = of_kind(self._offers, OfferKind.WHOLE)
         found = (self._with_whole(offer, base) for offer in wholes for base in self._ways)
         return list(dict.fromkeys(base for base in found if base is not None))
 
     def _with_whole(self, offer: Offer, base: Settings) -> Settings | None:
-        """The way ``base`` to keep the weights, with what is offered for whole runs; None: they exclude each other."""
+        """Combine a placement with an offer for whole runs; return None if they exclude each other."""
         way = self._ways[base]
         room = {way.mib_knob: getattr(base, way.mib_knob)} if way.mib_knob else {}
         whole = self._fixed.filled(**offer.knobs).filled(**way.knobs).filled(**room)
         return with_all(whole, of_kind(self._offers, OfferKind.ALWAYS)) if conflict(whole) is None else None
 
     def _with_sizes(self, base: Settings, mib_knob: str) -> list[Settings]:
-        """``base`` with every size of the streamed weights' buffer that is tried; the same whatever the budget.
+        """Return ``base`` once for every size of the streamed weights' buffer that is tried, whatever the budget.
 
         Args:
-            mib_knob: the knob that is this size in MiB; "": there is none.
+            mib_knob: the knob with this size in MiB; "": no size is tried.
         """
         denoiser = self.pricing.anatomy.denoiser
         if not mib_knob or getattr(base, mib_knob) is not None or denoiser is None:
@@ -356,10 +382,10 @@ class PlanSearch:
     def _small(self, run: Candidate) -> bool:
         return run.largest_bytes <= self.largest
 
-    # What the plan says of it
+    # Parts of the plan
 
     def explained(self, best: Candidate) -> Iterator[StagePlan]:
-        """The stages of ``best``, each with the reason why it is not faster."""
+        """Yield the stages of ``best``, each with the reason why it is not faster."""
         priced = self.pricing.priced(best.base)
         for stage in best.stages:
             others = [one for one in priced if (one.name, one.component) == (stage.name, stage.component)]
@@ -384,13 +410,13 @@ def _choice(run: Candidate, group: Group) -> Choice:
 
 
 _WORTH_A_TRACE = 0.995
-"""Part of the best time that another run must promise."""
+"""Largest part of the best time for which another run is traced."""
 
 _WORTH_MORE_TRACES = 0.95
-"""Part of the best time that a run must promise which does not fit, for late offers to be tried."""
+"""Late offers are tried if a run that does not fit needs less than this part of the best time."""
 
 _NEARLY = 0.8
-"""Part of what the largest stage needs from which on another one may be the largest as traced whole."""
+"""A stage that needs this part of the largest stage may be the largest itself when it is traced whole."""
 
 _SHARES = (1, 2, 4, 6, 8, 10, 12, 14, 16)
-"""Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""
+"""Buffers for streamed blocks that are tried, in sixteenths of the denoiser's weights."""

@@ -44,7 +44,7 @@ def headline(plan: dict[str, Any]) -> str:
 
 
 def peak_of_budget(plan: dict[str, Any]) -> str:
-    """The peak, what is held besides, and the budget."""
+    """Return the peak, the overhead, and the budget in words."""
     predicted = plan["predicted"]
     more = predicted["reserved_bytes"] - predicted["peak_bytes"] + predicted["overhead_bytes"]
     besides = f" + {format_size(more)} for the allocator and the driver" if more else ""
@@ -83,7 +83,7 @@ def reasons(plan: dict[str, Any]) -> list[Reason]:
 
 
 def text(plan: dict[str, Any]) -> str:
-    """All of it, in lines."""
+    """Return title, table, verdict and reasons as lines of text."""
     table = [HEADS, *rows(plan)]
     widths = [max(len(row[column]) for row in table) for column in range(len(HEADS))]
     aligned = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

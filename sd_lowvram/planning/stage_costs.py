@@ -44,9 +44,9 @@ class Weights:
     """Bytes of one component's weights.
 
     Attributes:
-        bytes: of all of them.
-        largest_bytes: of the largest one.
-        room_bytes: on the device when layers are streamed one at a time, the ring included; 0 for weights that are not.
+        bytes: of all weights.
+        largest_bytes: of the largest weight.
+        room_bytes: on the device when layers are streamed one at a time, the ring included; 0 if they are not streamed.
     """
 
     bytes: int
@@ -56,10 +56,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Streamed:
-    """Weights of a component that runs once.
+    """Weights of a component that runs once, streamed.
 
     Attributes:
-        device_bytes: of them on the device, at most.
+        device_bytes: the most bytes of them on the device.
     """
 
     device_bytes: int
@@ -67,10 +67,10 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Tried:
-    """A trace that was to end where too much is copied.
+    """Result of a trace with a limit of copied bytes.
 
     Attributes:
-        ended: whether it did.
+        ended: True if the limit was reached.
     """
 
     ended: bool
@@ -106,7 +106,7 @@ class Step:
 
 
 class StageCosts:
-    """Costs of the stages of one model for one shape, each traced when it is first asked for."""
+    """Costs of the stages of one model for one shape, each traced when it is first requested."""
 
     def __init__(
         self,
@@ -120,9 +120,13 @@ class StageCosts:
     ) -> None:
         """
         Args:
-            overhead: of ``device``, of which the libraries' workspaces are counted where they are taken.
-            like: of the same model, whose fake copy will do.
-            bf16: whether ``device`` computes in it.
+            anatomy: parts of the target.
+            shape: of the picture.
+            encodes: True if the run starts from a picture.
+            device: device that is planned for.
+            overhead: of ``device``; the libraries' workspaces are counted where they are allocated.
+            like: costs of the same model for another shape; its fake copy and results are reused.
+            bf16: True if ``device`` computes in bf16.
         """
         self._anatomy = anatomy
         self._device = device
@@ -139,10 +143,14 @@ class StageCosts:
         return self._stages_of(self._anatomy)
 
     def weights(self, name: str, settings: Settings) -> Weights:
-        """The weights of a component in the precision and storage that ``settings`` ask for.
+        """Return the bytes of a component's weights in the precision and storage that ``settings`` request.
+
+        Args:
+            name: name of the component.
+            settings: ``precision``, ``weight_storage``, ``offload`` and ``split_layers`` are read.
 
         Raises:
-            ConflictError: they are to wait in host memory, and cannot.
+            ConflictError: the weights would wait in host memory, and cannot.
         """
         storage = settings.weight_storage if name in self.quantised else None
         resident = Settings(precision=settings.precision, weight_storage=storage)
@@ -159,7 +167,12 @@ class StageCosts:
         return self._once(Weights, name, (resident, waits, policy.split), count)
 
     def room(self, name: str, settings: Settings) -> int:
-        """Bytes on the device, at most, of a component that runs once, its weights streamed as ``settings`` say."""
+        """Return the most bytes of streamed weights on the device during a component that runs once.
+
+        Args:
+            name: name of the component.
+            settings: ``offload``, ``weights_mib`` and ``split_layers`` are read.
+        """
         storage = settings.weight_storage if name in self.quantised else None
         resident = Settings(precision=settings.precision, weight_storage=storage)
         policy = policy_of(settings, denoises=False)
@@ -184,14 +197,16 @@ class StageCosts:
     def __call__(
         self, stage: Stage, settings: Settings, timing: StepTiming | None = None, most_copied: float = math.inf
     ) -> Figures:
-        """The cost of ``stage``; settings that do not touch it make no difference.
+        """Return the memory and work of ``stage``; settings that do not touch it make no difference.
 
         Args:
-            timing: by which streamed weights are scheduled.
-            most_copied: bytes between the accounts beyond which the cost is of no use.
+            stage: one of :attr:`stages`.
+            settings: knobs of the stage.
+            timing: timing by which streamed weights are scheduled.
+            most_copied: limit of bytes copied between device and host; beyond it the cost is of no use.
 
         Raises:
-            TooManyCopiesError: more are copied, which is found out before all is traced.
+            TooManyCopiesError: more is copied; the trace stops there.
         """
         settings = self._as_laid_down(stage, _as_traced(settings.of_stage(stage.name)))
 
@@ -232,7 +247,12 @@ class StageCosts:
         """A denoising step with weights streamed as ``settings`` say; the engine's own schedule is no slower.
 
         Args:
+            stage: a stage that repeats.
+            settings: with ``offload``.
             timing: timing of the stage with these settings.
+
+        Returns:
+            Seconds and bytes of one step.
 
         Raises:
             BudgetError: the device buffer cannot hold the largest block.
@@ -277,10 +297,13 @@ class StageCosts:
         whole: bool = False,
         most_copied: float = math.inf,
     ) -> MemoryTrace:
-        """The trace of ``stage``, its timeline included.
+        """Trace ``stage``, with its timeline.
 
         Args:
-            whole: blocks that equal the block before them are traced too; where weights are streamed they always are.
+            stage: one of :attr:`stages`.
+            settings: knobs of the stage.
+            timing: as in a call.
+            whole: True to trace blocks that equal the block before them too. Streamed weights are always traced whole.
             most_copied: as in a call.
         """
         settings = _as_traced(settings.of_stage(stage.name))
@@ -343,7 +366,7 @@ class StageCosts:
         if key not in self._known:
             place = place_of("traces", lambda: (*key, self._fake.fingerprint(component), self._device.type))
             found: _Kind | None = None
-            with contextlib.suppress(TypeError):  # nothing is remembered, or something else
+            with contextlib.suppress(TypeError):  # nothing is stored, or a result of another class
                 found = kind(**remembered(place))
             if found is None:  # outside the except block, or a broken model's own error would appear as its consequence
                 with self._named(component):

@@ -20,7 +20,12 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
     """The stages of a run of ``anatomy``'s components, in order. Call them within the fake copy's mode.
 
     Args:
-        encodes: whether the run starts from a picture (img2img, inpainting).
+        anatomy: parts of the target.
+        shape: of the picture.
+        encodes: True if the run starts from a picture (img2img, inpainting).
+
+    Returns:
+        The stages: text encoders, encode, denoise, decode, as far as the target has them.
     """
     found = anatomy.family.helper_stages(anatomy, shape)
     if anatomy.denoiser is not None and anatomy.family.known:

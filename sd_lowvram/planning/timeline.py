@@ -34,6 +34,10 @@ def timelines_of(target: Any, plan: Plan) -> tuple[StageTimeline, ...]:
 
     Args:
         target: what was planned, or its anatomy.
+        plan: its plan.
+
+    Returns:
+        One timeline for each stage on the device.
     """
     pricing = Pricing(target if isinstance(target, Anatomy) else anatomy_of(target, plan.settings), plan.request)
     planned = {(stage.name, stage.component): stage for stage in plan.stages}
@@ -49,7 +53,7 @@ def timelines_of(target: Any, plan: Plan) -> tuple[StageTimeline, ...]:
 def _timeline(stage: StagePlan, traced: MemoryTrace) -> StageTimeline:
     """The trace's timeline, plus the bytes that the rest of the run holds meanwhile."""
     others, waiting = stage.peak_bytes - traced.peak_bytes, stage.host_bytes - traced.host_peak_bytes
-    events = [event for event in traced.timeline if event.operator]  # not the booking of what was there before
+    events = [event for event in traced.timeline if event.operator]  # without tensors that existed before the run
     size = -(-len(events) // _POINTS)
     device = tuple(max(e.device_bytes for e in events[at : at + size]) + others for at in range(0, len(events), size))
     host = tuple(max(e.host_bytes for e in events[at : at + size]) + waiting for at in range(0, len(events), size))

@@ -99,7 +99,14 @@ def described(choice: dict[str, Any]) -> str:
 
 
 def shortage_text(where: str, of_host: bool, device: str, needed_bytes: int) -> str:
-    """The beginning of a sentence on a call that ran out of memory."""
+    """Return the beginning of a sentence on a call that ran out of memory.
+
+    Args:
+        where: the component.
+        of_host: True if host memory is short.
+        device: name of the device.
+        needed_bytes: planned bytes of that memory.
+    """
     kind = "RAM" if of_host else "memory"
     return f"{where} ran out of {kind} on {device} with a plan of {format_size(needed_bytes)}"
 
