@@ -278,7 +278,8 @@ class Pricing:
         return self._calls[key][1]
 
     def _computed(self, stage: Stage, settings: Settings, cost: Figures) -> float:
-        """Return the part of a step's time that deep caching leaves, on average over all steps; 1 without deep caching.
+        """Return the part of a step's time that deep caching leaves, on average over all steps; 1
+        without deep caching.
         """
         if settings.deep_cache is None or stage.component != self.anatomy.denoiser or not cost.spans:
             return 1.0
@@ -329,7 +330,8 @@ class Pricing:
 
     @functools.cached_property
     def _scattered(self) -> int:
-        """Rounding waste: each ControlNet or adapter residual stays from step to step and may pin a segment of its own.
+        """Rounding waste: each ControlNet or adapter residual stays from step to step and may pin a
+        segment of its own.
         """
         if not self.on_gpu or self.anatomy.denoiser is None:
             return 0
@@ -471,7 +473,8 @@ class Pricing:
         return cost.flops / rates.processor_flops
 
     def timing(self, stage: Stage, settings: Settings) -> StepTiming:
-        """Return the times of a stage's modules with their weights on the device, and the cost of copying the weights.
+        """Return the times of a stage's modules with their weights on the device, and the cost of
+        copying the weights.
         """
         resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
         cost = self._resident(stage, resident)

@@ -1,10 +1,12 @@
-"""Copies of modules that stand apart from the originals, at no cost in memory.
+"""Copies of modules that are separate from the originals, and need no memory for weights.
 
-``copy.deepcopy`` clones every tensor, copies handles of native memory, whose copies then free the original's, and
-shares functions, which go on calling the original modules. Here modules, containers and plain objects are copied
-attribute by attribute, and none of their code runs. The copy of what points at a copied module (a bound method, a
-partial, a closure, a weak reference, an object that holds one) points at that module's copy. Tensors that are not
-weights, native objects and owners of native handles are shared with the originals.
+``copy.deepcopy`` is no use here: it clones every tensor, copies handles of native memory (whose copies then free the
+original's), and shares functions, which go on calling the original modules.
+
+Here modules, containers and plain objects are copied attribute by attribute, and none of their code runs. If something
+points at a copied module (a bound method, a partial, a closure, a weak reference, an object that holds one), its copy
+points at that module's copy. Tensors that are not weights, native objects and owners of native handles are shared with
+the originals.
 """
 
 from __future__ import annotations
@@ -41,23 +43,27 @@ _NATIVE = (ctypes.c_int.__mro__[-2], ctypes.CDLL, weakref.finalize)
 def copies_of(
     components: Mapping[str, nn.Module], stand_ins: Mapping[int, Any], left_out: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Copies of ``components`` by name, without our hooks.
+    """Return copies of ``components`` by name, without our hooks.
 
     Args:
-        stand_ins: by the ids of objects, what takes their places: of weights fake tensors.
-        left_out: attributes that the copies of modules do without.
+        components: models by name.
+        stand_ins: by the id of an object, what replaces it in the copies: for a weight its fake tensor.
+        left_out: names of attributes that the copies of modules do not get.
     """
     copies = _Copies(components.values(), stand_ins, left_out)
     return {name: copies.copy(component) for name, component in components.items()}
 
 
 class _Copies:
-    """Copies by the ids of their originals. What can change is copied empty first and filled later, so rings and long
-    chains of objects need no recursion."""
+    """Copies by the ids of their originals.
+
+    Mutable objects are copied empty first and filled later, so that cycles and long chains of objects need no
+    recursion.
+    """
 
     def __init__(self, roots: Iterable[nn.Module], stand_ins: Mapping[int, Any], left_out: Iterable[str]) -> None:
         self._made = dict(stand_ins)
-        self._originals: list[Any] = []  # an id is an object's own as long as it lives
+        self._originals: list[Any] = []  # held, so that no other object gets their ids
         self._unfilled: deque[Callable[[], None]] = deque()
         self._left_out = ("_compiled_call_impl", *left_out)
         self._modules = {id(module) for root in roots for module in root.modules()}
@@ -65,14 +71,14 @@ class _Copies:
         self._kinds: dict[type, type] = {}
 
     def copy(self, original: Any) -> Any:
-        """The copy of ``original`` with all that belongs to it."""
+        """Return the copy of ``original`` with everything that it holds."""
         copy = self._copy_of(original)
         while self._unfilled:
             self._unfilled.popleft()()
         return copy
 
     def _copy_of(self, original: Any) -> Any:
-        """The copy of ``original``, perhaps still empty, or ``original`` itself where it is shared."""
+        """Return the copy of ``original``, perhaps still empty; or ``original`` itself if it is shared."""
         if type(original) in _ATOMS:
             return original
         cached = self._made.get(id(original), self)
@@ -95,7 +101,7 @@ class _Copies:
 
     def _mutable(self, original: Any) -> Any:
         kind = type(original)
-        if kind in _PLAIN:  # most of what hangs on modules, and most of it empty
+        if kind in _PLAIN:  # most attributes of modules, and most of them are empty
             copy = kind()
             if original:
                 self._unfilled.append(functools.partial(self._fill_container, copy, original, kind))
@@ -105,7 +111,7 @@ class _Copies:
         layout = next(base for base in _LAYOUTS if issubclass(kind, base))
         try:
             copy = layout.__new__(self._unfinalized(kind))
-        except TypeError:  # native code lays out its instances
+        except TypeError:  # instances are laid out by native code
             return original
         if layout is not object and layout is not types.SimpleNamespace:
             self._unfilled.append(functools.partial(self._fill_container, copy, original, layout))
@@ -114,8 +120,11 @@ class _Copies:
         return copy
 
     def _is_copied(self, original: Any) -> bool:
-        """False for what is shared: an object without state, and one that owns a native handle or whose class copies it
-        in a way of its own, unless it holds a module that is copied."""
+        """Return True if an object is copied, False if it is shared.
+
+        Shared are objects without state, and objects that own a native handle or whose class defines how they are
+        copied. They are copied after all if they hold a copied module.
+        """
         kind: Any = type(original)
         if isinstance(original, nn.Module) or kind in _LAYOUTS[:-1]:
             return True
@@ -155,7 +164,7 @@ class _Copies:
         return self._copy_of(original) if self._leads(original) else original
 
     def _unfinalized(self, kind: type) -> type:
-        """``kind``, or a class like it whose instances free nothing when they go."""
+        """Return ``kind``, or a subclass whose instances free nothing when they are deleted."""
         if not hasattr(kind, "__del__"):
             return kind
         if kind not in self._kinds:
@@ -186,15 +195,17 @@ class _Copies:
             slot.__set__(copy, self._copy_of(value))
 
     def _key(self, key: Any) -> Any:
-        """The copy of a dictionary's key or a set's member. One that is hashed by its attributes, which are not there
-        yet, is shared."""
+        """Return the copy of a dictionary's key or a set's member.
+
+        An object that is hashed by its attributes is shared, because its copy is still empty when it is hashed.
+        """
         if type(key) is tuple:
             return tuple(map(self._key, key))
         by_identity = vars(object)["__hash__"] is type(key).__hash__ or isinstance(key, (types.MethodType, weakref.ref))
         return self._copy_of(key) if by_identity else self._made.get(id(key), key)
 
     def _reference(self, original: Any) -> Any:
-        """A weak reference to the copy of a module, or of something that is copied already."""
+        """Return a weak reference to the copy of a module, or of something that is copied already."""
         is_proxy = type(original) in _PROXIES
         with contextlib.suppress(ReferenceError):
             referent = original.__repr__.__self__ if is_proxy else original()
@@ -252,7 +263,7 @@ class _Copies:
         return copy
 
     def _cell(self, original: types.CellType) -> types.CellType:
-        """A cell for the same variable, where it leads to a module; functions that share one share its copy."""
+        """Return a cell for the same variable if it leads to a module; functions that share a cell share its copy."""
         if id(original) not in self._made:
             content = [*_content(original)]
             if any(map(self._leads, content)):
@@ -289,7 +300,7 @@ def _content(cell: types.CellType) -> Iterator[Any]:
 
 
 def _is_global(function: Any) -> bool:
-    """True for a function of the program, not of a model: its module has it under its name."""
+    """True for a function of the program, not of a model: its Python module has it under its name."""
     attribute: Any = sys.modules.get(function.__module__)
     for name in getattr(function, "__qualname__", "").split("."):
         attribute = getattr(attribute, name, None)

@@ -1,8 +1,8 @@
-"""Calls of equal modules, of which a trace runs the first: a UNet's levels repeat their blocks, SDXL's ten times.
+"""Calls of equal modules: a trace runs the first, and repeats its figures for the rest.
 
-On fake tensors a call hangs on shapes alone: the peaks above what was there before, the work, and the shapes of the
-results are the same the next time, in another module with weights of the same shapes too. Of weights that are streamed
-that is not so, as they come and go: such traces are to be whole.
+A UNet's levels repeat their blocks, SDXL's ten times. On fake tensors the memory and work of a call depend on shapes
+alone, so a call of another module with weights of the same shapes has the same figures. This does not hold for streamed
+weights, which are copied and dropped by a schedule: such models are traced whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ from .op_cache import Recipe, make, recipe_for
 
 
 def equal_modules(component: nn.Module) -> dict[nn.Module, int]:
-    """Modules in lists and sequences of which ``component`` has several equal ones, each with a number for its kind."""
+    """Return the modules of which ``component`` has several equal ones, each with a number for its kind.
+
+    Args:
+        component: a model; only modules in its lists and sequences are compared.
+    """
     lists = (module for module in component.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)))
     members = {member for module in lists for member in module if any(True for _ in member.children())}
     kinds = {member: _kind(member) for member in members}
@@ -92,9 +96,15 @@ def _read(module: nn.Module) -> Iterator[dict[str, Any]]:
 class _Call:
     """Record of a call.
 
-    It has the peaks ``above`` the bytes ``before`` on the device, the ``allocations`` with the numbers of those that
-    are
-    ``kept`` as results, the work by ``spans``, the module's ``path`` and the results."""
+    Attributes:
+        above: peaks during the call, less the bytes at its start.
+        allocations: what was allocated and freed, by number.
+        kept: numbers of the allocations that are the results.
+        spans: the work, module by module.
+        path: dotted name of the module.
+        results: recipe of the results.
+        before: bytes on the device at the start.
+    """
 
     above: Sequence[int]
     allocations: Sequence[tuple[int, int]]
@@ -106,15 +116,27 @@ class _Call:
 
 
 class EqualCalls:
-    """The calls of one trace."""
+    """The recorded calls of one trace."""
 
     def __init__(self, ledger: Ledger, work: ModuleWork, mode: FakeTensorMode) -> None:
+        """
+        Args:
+            ledger: books the bytes.
+            work: counts the operations.
+            mode: makes the fake results.
+        """
         self._ledger, self._work, self._mode = ledger, work, mode
         self._known: dict[Hashable, list[tuple[dict[str, Any], _Call | None]]] = {}
 
     @contextlib.contextmanager
     def run_once(self, modules: Mapping[nn.Module, int]) -> Iterator[None]:
-        """Run calls of these modules once for each kind, its hooks, and shapes of the arguments, within the block."""
+        """Run one call of each kind within the block, and repeat its record for equal calls.
+
+        Calls are equal if the kind of the module, its hooks and the shapes of the arguments are.
+
+        Args:
+            modules: modules with the number of their kind, from :func:`equal_modules`.
+        """
         with contextlib.ExitStack() as stack:
             for module, number in modules.items():
                 kind = number, *map(roles_of, module.modules())
@@ -149,15 +171,15 @@ class EqualCalls:
         return tuple(facts)
 
     def _first(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, _Call | None]:
-        """The result of a call and what it did; None where it did more than to make its results."""
+        """Run a call; return its result and its record. The record is None if the call did more than that."""
         ledger, path = self._ledger, self._ledger.path
         live, met, first = ledger.live_now(), ledger.met, len(self._work.spans)
         place = len(ledger.allocations)
-        self._work.spans.append(ModuleSpan(path))  # what comes is not added to the span before
+        self._work.spans.append(ModuleSpan(path))  # so that the call has spans of its own
         leaves = tree_flatten((args, kwargs))[0]
         with ledger.separate_peaks() as above:
             result = forward(*args, **kwargs)
-        # Autoencoders of frames write what the next call needs into their arguments.
+        # Autoencoders of frames write into their arguments what the next call needs.
         wrote = list(map(id, leaves)) != list(map(id, tree_flatten((args, kwargs))[0]))
         spans = tuple(ModuleSpan(**vars(span)) for span in self._work.spans[first:])
         self._work.spans.append(ModuleSpan(path))
@@ -172,7 +194,9 @@ class EqualCalls:
         return result, _Call(above, ledger.allocations[place:], numbers, spans, path, results, before)
 
     def _new_tensors(self, result: Any) -> Recipe | None:
-        """Functions that make the results again, if they are tensors on the device that own and fill their memory."""
+        """Return the recipe of a call's results if they are new tensors on the device that fill their memory; else
+        None.
+        """
         recipe = recipe_for(result, None, view=False)
         if recipe is None:
             return None

@@ -31,7 +31,15 @@ from .fake_tensors import fake_of
 
 
 def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
-    """Copies of the components in which every weight is a fake tensor of ``mode``; shared ones stay shared."""
+    """Copy the components of ``anatomy`` with fake weights.
+
+    Args:
+        anatomy: parts of the target; it is not changed.
+        mode: makes the fake tensors.
+
+    Returns:
+        The copies, with their own sites. Weights that modules share stay shared.
+    """
     tensors = all_tensors(*anatomy.components.values())
     fakes = {id(tensor): fake_of(_undo_cast(tensor), mode) for tensor in tensors}
     copies = copies_of(anatomy.components, fakes, anatomy.family.left_out)
@@ -43,10 +51,11 @@ def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
 
 
 def fingerprint(component: nn.Module, host: Mapping[str, Any] | None = None) -> str:
-    """Key of a component's fake copy: classes, shapes and types, not the weights' values.
+    """Return a key of a component's fake copy: classes, shapes and types, not the weights' values.
 
     Args:
-        host: facts on the host whose code it is.
+        component: the model.
+        host: facts on the host whose code it runs; None: diffusers.
     """
     parts: list[Any] = [type(module).__qualname__ for module in component.modules()]
     parts += [
@@ -54,7 +63,7 @@ def fingerprint(component: nn.Module, host: Mapping[str, Any] | None = None) -> 
         for tensor in all_tensors(component)
     ]
     config = getattr(component, "config", None)
-    if isinstance(config, Mapping):  # diffusers also notes there what was left out, in an order that chance gives
+    if isinstance(config, Mapping):  # "_use_default_values" has no fixed order
         config = sorted((name, repr(value)) for name, value in config.items() if not name.startswith("_"))
     parts.append(repr(config))
     if host is not None:
@@ -63,14 +72,16 @@ def fingerprint(component: nn.Module, host: Mapping[str, Any] | None = None) -> 
 
 
 _CONVERTING = ("precision", "weight_storage", "channels_last")
-"""Knobs that convert the weights, and wrap the model below all others."""
+"""Knobs that convert the weights; their hooks are the innermost."""
 
 _OF_ATTENTIONS = ("attention", "attention_mib", "deterministic")
 
 
 class FakeModel:
-    """A model's fake copy, on which settings are tried one after the other; what converts its weights stays on for the
-    next trial."""
+    """A model's fake copy, on which settings are tried one after the other.
+
+    Conversions of its weights stay in place for the next trial with the same ones.
+    """
 
     def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
         """
@@ -81,7 +92,7 @@ class FakeModel:
         self._model = anatomy
         self._device = device
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._mode.cache_enabled = False  # op_cache takes its place, and asks less
+        self._mode.cache_enabled = False  # op_cache takes its place, with cheaper keys
         self._copy: Anatomy | None = None
         self._parts: dict[str, Anatomy] = {}
         self._converted: dict[str, Attachment] = {}
@@ -91,7 +102,7 @@ class FakeModel:
 
     @property
     def anatomy(self) -> Anatomy:
-        """The copy. Python 3.11's ``cached_property`` would keep other threads' copies waiting for this one."""
+        """The copy, made at first use."""
         if self._copy is None:
             with pause_models(self._model.components.values()):
                 self._copy = fake_copy(self._model, self._mode)
@@ -109,12 +120,17 @@ class FakeModel:
         """Attach ``settings`` to the component ``name`` within the block, which is in the fake mode.
 
         The component need not be a target by itself (a ControlNet, a safety checker).
+
+        Args:
+            name: name of the component.
+            settings: knobs to attach.
+            timing: timing by which streamed weights are scheduled.
         """
         part = self._part(name)
-        beside = () if part.attentions else _OF_ATTENTIONS  # which another part of the target has
+        beside = () if part.attentions else _OF_ATTENTIONS  # the attentions are in another component
         others = dataclasses.replace(settings, **dict.fromkeys((*_CONVERTING, *beside)))
         converting = {knob: getattr(settings, knob) for knob in _CONVERTING}
-        if not has_sites(part.components[name]):  # of a transformer's pipeline the autoencoder has them
+        if not has_sites(part.components[name]):  # in a transformer's pipeline only the autoencoder has sites
             converting["channels_last"] = None
         attachment = Attachment(part, others, self._device, timing)
         with self._mode:

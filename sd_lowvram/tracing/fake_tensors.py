@@ -1,4 +1,4 @@
-"""A model made of fake tensors for a while: nothing is copied, and the very same objects come back."""
+"""Fake tensors in place of a model's weights for a while: nothing is copied, and the same objects are restored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ Registry = MutableMapping[str, Any]
 
 
 def fake_of(real: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor of ``mode`` on the CPU, of the same shape, strides and type, with a storage of its own."""
+    """Return a fake tensor on the CPU with the shape, strides and type of ``real``, and a storage of its own.
+
+    Args:
+        real: any tensor; a GGUF one gives a GGUF one.
+        mode: makes the fake tensor.
+    """
     with torch.no_grad(), torch.inference_mode(False):
         fake = fake_empty(mode, real.shape, real.stride(), real.dtype, CPU)
         if isinstance(real, nn.Parameter):
@@ -60,10 +65,10 @@ def _cells(function: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def replace_by_fakes(modules: list[nn.Module], fake: Callable[[Tensor, Registry, str], Tensor]) -> Iterator[None]:
-    """Replace every parameter and buffer of ``modules`` by ``fake`` of it within the block, and restore them in any
-    case.
+    """Replace every parameter and buffer of ``modules`` by a fake tensor within the block; restore them in any case.
 
     Args:
+        modules: roots; modules below them are included.
         fake: function from a tensor, the dictionary that holds it, and its name there, to the fake tensor.
     """
     registries: dict[int, Registry] = {

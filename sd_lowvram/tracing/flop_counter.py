@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class TooManyCopiesError(LowVRAMError):
-    """A run that was traced copies more than whoever traces it wants to know of."""
+    """Raised by a trace that copies more bytes than its limit."""
 
 
 class ModuleWork:
@@ -47,9 +47,13 @@ class ModuleWork:
         besides: int = 0,
         wide: bool = False,
     ) -> None:
-        """Add an operator in the module ``path``, as often as the current pass of a loop represents equal ones.
+        """Add an operator in the module ``path``; in a loop, as often as the current pass represents equal passes.
 
         Args:
+            path: dotted name of the module.
+            flops: floating-point operations.
+            moved_bytes: bytes that the operator reads and writes.
+            packed_bytes: bytes of its weights that a CPU reorders.
             held_bytes: bytes on the device while it runs.
             besides: bytes that its library moves in kernels before and after it.
             wide: True if its operations are those of wide products.
@@ -64,10 +68,14 @@ class ModuleWork:
         span.held_bytes = max(span.held_bytes, held_bytes)
 
     def count_copy(self, path: str, copied_bytes: int) -> None:
-        """Add bytes that cross between the accounts in the module ``path``.
+        """Add bytes that are copied between device and host in the module ``path``.
+
+        Args:
+            path: dotted name of the module.
+            copied_bytes: bytes of the copy.
 
         Raises:
-            TooManyCopiesError: they are too many.
+            TooManyCopiesError: the limit of the trace is exceeded.
         """
         self._span(path).copied_bytes += copied_bytes * times()
         self._copies_left -= copied_bytes * times()
@@ -98,6 +106,7 @@ def argument_bytes(args: Any, result: Any) -> int:
 
 
 def attention_flops(args: Any, result: Any) -> int:
+    """Operations of attention: two products of (batch, heads, queries, keys) with the widths of keys and values."""
     query: Tensor
     query, key, value = args[:3]
     flops: int = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
@@ -125,7 +134,7 @@ def is_wide_attention(args: Any) -> bool:
 
 
 def _convolution_flops(args: Any, result: Tensor) -> int:
-    weight, transposed = args[1], args[6] is True  # oneDNN's operator has its groups there
+    weight, transposed = args[1], args[6] is True  # oneDNN's operator has its groups, a number, at this place
     counted: Tensor = args[0] if transposed else result
     return 2 * counted.numel() * int(weight[0].numel())
 
@@ -169,13 +178,15 @@ def packed_weight_bytes(func: Any, args: Any) -> int:
 
 
 def library_bytes(func: Any, args: Any, result: Any, hidden: int) -> int:
-    """Bytes that a GPU's library reads and writes for an operator besides its arguments and its result.
+    """Return the bytes that a GPU's library moves for an operator in addition to its arguments and result.
 
-    A copy in another order is written and read. torch adds a convolution's bias by a kernel of its own, and reads a map
-    for GroupNorm's statistics before it reads it again.
+    A copy in another order is written and read. torch adds a convolution's bias by a separate kernel. For GroupNorm it
+    reads a map once for the statistics and once more to normalise.
 
     Args:
-        hidden: bytes of the copies that are known.
+        func: the operator.
+        args, result: its fake tensors.
+        hidden: bytes of its hidden copies.
     """
     if func is aten.native_group_norm.default:
         return 2 * hidden + nbytes(args[0])
@@ -185,6 +196,7 @@ def library_bytes(func: Any, args: Any, result: Any, hidden: int) -> int:
 
 
 def nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 

@@ -1,6 +1,6 @@
-"""Results of common operators from their arguments, without the fake mode, which needs milliseconds for some.
+"""Results of common operators computed without the fake mode, which needs milliseconds for some.
 
-A rule if there is one; else torch's own kernels for meta tensors, where they are fast and right. Errors in the
+An operator has a rule of ours, or torch's own meta kernel is called where that is fast and right. Errors in the
 arguments are left to the fake mode.
 """
 
@@ -23,10 +23,12 @@ _Results = tuple[Made, ...] | None
 
 
 def recipe_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: bool) -> Recipe | None:
-    """The results of ``func`` of fake tensors on the CPU; None where nothing but the fake mode knows them.
+    """Return the recipe of an operator's results; None if only the fake mode knows them.
 
     Args:
-        view: whether they share the memory of the first argument.
+        func: the operator.
+        args, kwargs: its arguments, fake tensors on the CPU.
+        view: True if the results share the memory of the first argument.
     """
     if not _is_on_cpu(args):
         return None
@@ -147,7 +149,7 @@ def _elementwise(first: Any, other: Any, **_: Any) -> _Results:
 
 
 def _like_first(first: Tensor, *_: Any, **__: Any) -> _Results:
-    # Given one tensor alone, elementwise_strides would keep its strides where the kernels do not.
+    # With one tensor, elementwise_strides would return its strides, and the kernels do not.
     return _elementwise(first, first)
 
 
@@ -192,4 +194,4 @@ _BY_META = frozenset(
 )
 
 _KERNELS = {aten.empty_like.default: aten._to_copy.default}
-"""Operators with the same result that are right about the strides of dimensions of size 1."""
+"""Operators to call instead: the same result, with the right strides for dimensions of size 1."""

@@ -52,7 +52,7 @@ class _Booked:
 
 
 _UNTIL_SETTLED = 3
-"""Passes of one kind, after which tensors of another have come to lie as before."""
+"""Passes of one kind after which tensors of the next kind are placed as they will be from then on."""
 
 
 def _shorten(order: Sequence[int]) -> list[int]:
@@ -88,7 +88,13 @@ class Ledger:
         self._deaths = Deaths(self._strike)
 
     def book(self, tensor: Tensor, account: Account, *, born: bool = True) -> None:
-        """Follow the storage of ``tensor`` from now on; of a storage that is followed already, note its new size."""
+        """Count the storage of ``tensor``; if it is counted already, note its new size.
+
+        Args:
+            tensor: a fake tensor.
+            account: "device", "weights" or "host".
+            born: False for a tensor that existed before the run.
+        """
         storage = tensor.untyped_storage()
         booked = self._booked.get(storage_key(storage))
         if booked is None:
@@ -109,10 +115,11 @@ class Ledger:
         return self._booked[storage_key(tensor)].number
 
     def repeat(self, allocations: Sequence[tuple[int, int]], results: Mapping[int, Tensor]) -> None:
-        """Record allocations again, with new numbers.
+        """Record allocations once more, with new numbers.
 
         Args:
-            results: the results that remain, as new tensors, by their old numbers.
+            allocations: a part of :attr:`allocations`.
+            results: new tensors for the allocations that remain, by their old numbers.
         """
         place, numbers = len(self.allocations), {}
         for number, tensor in results.items():
@@ -122,7 +129,7 @@ class Ledger:
         for number, nbytes in allocations:
             if nbytes >= 0 and number not in numbers:
                 numbers[number] = self._new_number()
-            if number in numbers:  # else it was there before
+            if number in numbers:  # else the allocation is older than the call
                 self.allocations.append((numbers[number], nbytes))
 
     def place(self) -> int:
@@ -131,9 +138,13 @@ class Ledger:
         return len(self.allocations)
 
     def fill_in(self, places: Sequence[int], order: Sequence[int]) -> None:
-        """Note the allocations of a loop's other passes, as :class:`sd_lowvram.memory.repeats.Follower` says.
+        """Record the passes of a loop that were not run, as :class:`sd_lowvram.memory.repeats.Follower` describes.
 
-        Of each kind there are some: once what one pass leaves is where the one before left it, all lie as that one did.
+        Only a few passes of each kind are recorded: after these, tensors are placed the same way in every pass.
+
+        Args:
+            places: numbers of records at the start and end of each pass that ran.
+            order: for each pass of the whole loop, the number of the pass that represents it.
         """
         traced = [self.allocations[start:stop] for start, stop in itertools.pairwise(places)]
         self.allocations[places[0] :], equals = whole_loop(traced, _shorten(order), self._new_number, SMALL)
@@ -158,13 +169,13 @@ class Ledger:
         self.allocations.append((number, -1))
 
     def passing(self, workspace: int) -> None:
-        """Note what a library takes of the device and gives back at once: no tensor, and in no peak of tensors."""
+        """Record ``workspace`` bytes that a library allocates and frees at once; they are in no peak of tensors."""
         if workspace:
             number = self._new_number()
             self.allocations += (number, workspace), (number, -1)
 
     def look(self, hidden: int = 0) -> None:
-        """Note the peaks. ``hidden``: device bytes that no tensor shows at this moment."""
+        """Update the peaks by what is alive now, and by ``hidden`` bytes that no tensor shows."""
         device, weights, host = self.live.values()
         self.peak = max(self.peak, device + weights + hidden)
         self.host_peak = max(self.host_peak, host)
@@ -175,7 +186,11 @@ class Ledger:
 
     @contextlib.contextmanager
     def separate_peaks(self) -> Iterator[list[int]]:
-        """Record peaks separately within the block; the yielded list then has them, less the bytes at its start."""
+        """Record the peaks of the block separately.
+
+        Yields:
+            A list; after the block it has the peaks, less the bytes at the start of the block.
+        """
         before, start = self._peaks(), self._now()
         self.peak, self.host_peak, self.activation_peak, self.born_peak = start
         self.largest = 0
@@ -187,7 +202,7 @@ class Ledger:
             self._raise(before)
 
     def again(self, above: Sequence[int]) -> None:
-        """Note the peaks of something that goes as :meth:`separate_peaks` noted."""
+        """Update the peaks by those that :meth:`separate_peaks` recorded for an equal block."""
         self._raise([at + more for at, more in zip((*self._now(), 0), above, strict=True)])
 
     def _now(self) -> tuple[int, int, int, int]:
@@ -203,7 +218,7 @@ class Ledger:
         self.peak, self.host_peak, self.activation_peak, self.born_peak, self.largest = highest
 
     def book_existing(self, tensor: Tensor, account: Account) -> None:
-        """Book a tensor that was there from the start and is met only now."""
+        """Count a tensor that existed before the run and is found only now."""
         nbytes = tensor.untyped_storage().nbytes()
         if account == "host":
             self.host_peak += nbytes
@@ -213,12 +228,14 @@ class Ledger:
         self.book(tensor, account, born=False)
 
     def live_now(self) -> dict[str, int]:
-        """Bytes alive in each account, the dead struck off also where nothing reports a death."""
+        """Return the bytes alive in each account, after removing storages that were freed."""
         self._deaths.look()
         return dict(self.live)
 
     def close(self) -> None:
-        """Stop following; the sums stay. What was met on the way was there before all events."""
+        """Stop counting; the sums stay. Tensors that were found on the way are added to every event, because they
+        existed before.
+        """
         self.timeline[:] = [event._replace(device_bytes=event.device_bytes + self.met) for event in self.timeline]
         self._deaths.forget()
         self._booked.clear()
@@ -231,7 +248,7 @@ class Ledger:
             if booked.account != "host":
                 self.largest = max(self.largest, change)
         if booked.account == "device" or (booked.account == "weights" and booked.born):
-            if change < booked.nbytes:  # another size: the old one ends
+            if change < booked.nbytes:  # resized: the allocation of the old size ends
                 self.allocations += ((number, -1) for number in (booked.number, *self._equals.pop(booked.number, ())))
                 booked.number = self._new_number()
             if booked.nbytes:

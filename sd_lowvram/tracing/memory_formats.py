@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def wanted_format(*tensors: Tensor) -> torch.memory_format:
-    """Channels last as soon as one of them is: what convolutions bring their arguments and result to."""
+    """Return channels last if any of ``tensors`` is: convolutions bring their arguments and result to it."""
     return torch.channels_last if any(map(_is_channels_last, tensors)) else torch.contiguous_format
 
 

@@ -1,4 +1,4 @@
-"""A cache of operators' fake results by shapes, without a call of the fake mode each time.
+"""A cache of operators' fake results, by shapes, strides and types.
 
 Strips call the same operators thousands of times, and the fake mode is slow.
 """
@@ -22,7 +22,7 @@ _UNREPEATABLE = frozenset(
 
 
 class Made(NamedTuple):
-    """A result: a new tensor, or a view of the first argument at ``offset`` elements."""
+    """Layout of one result: a new tensor, or a view of the first argument that begins at ``offset`` elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -32,7 +32,9 @@ class Made(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The results of an operator (None: its first argument itself), and the bytes and operations of its kernel."""
+    """Layouts of an operator's results, and the bytes and operations of its kernel. ``made`` is None for the first
+    argument itself.
+    """
 
     made: tuple[Made, ...] | None
     container: type | None
@@ -62,7 +64,15 @@ def _writes(argument: Any) -> bool:
 
 
 def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """All that the results of a repeatable operator hang on; None when a tensor is not fake, or has a known value."""
+    """Return a key of everything that the results of a repeatable operator depend on.
+
+    Args:
+        func: the operator.
+        args, kwargs: its arguments.
+
+    Returns:
+        The key; None if a tensor is not fake, or has a known value.
+    """
     parts: list[Any] = [func]
     for value in args:
         if isinstance(value, FakeTensor):
@@ -86,7 +96,16 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def recipe_for(result: Any, first: Any, *, view: bool) -> tuple[Made, ...] | None:
-    """A recipe that makes ``result`` again; None if it does not consist of fake tensors alone."""
+    """Return the layouts from which :func:`make` makes ``result`` again.
+
+    Args:
+        result: what the operator returned.
+        first: its first argument.
+        view: True if the result shares the memory of ``first``.
+
+    Returns:
+        The layouts; None if ``result`` does not consist of fake tensors alone.
+    """
     tensors = (result,) if isinstance(result, Tensor) else result
     if not isinstance(tensors, (list, tuple)):
         return None
@@ -106,7 +125,13 @@ def recipe_for(result: Any, first: Any, *, view: bool) -> tuple[Made, ...] | Non
 
 
 def make(recipe: Recipe, mode: FakeTensorMode, args: tuple[Any, ...]) -> Any:
-    """The results that ``recipe`` describes."""
+    """Make the results that ``recipe`` describes.
+
+    Args:
+        recipe: of the operator.
+        mode: makes the fake tensors.
+        args: arguments of this call; views are of the first.
+    """
     if recipe.made is None:
         return args[0]
     results = [_fake(layout, mode, args[0]) for layout in recipe.made]

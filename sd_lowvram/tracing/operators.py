@@ -21,18 +21,18 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator overload.
+    """Facts on an operator overload that a trace needs.
 
     Attributes:
         name: such as ``aten.addmm``.
-        view: its results share the storage of an argument.
-        composite: it is made of other operators, which allocate.
-        hidden: from arguments and result to the bytes that its kernel holds besides them and frees on return.
-        flops: from arguments and result to floating-point operations, if it is a product.
-        moves: it reads or writes memory.
-        convolves: it is a convolution.
-        copies: it may carry bytes from one account to the other.
-        repeatable: the same shapes, strides and types give the same again.
+        view: True if its results share the storage of an argument.
+        composite: True if it consists of other operators, which allocate.
+        hidden: function from arguments and result to the bytes that its kernel holds in addition and frees on return.
+        flops: function from arguments and result to floating-point operations, if it is a product.
+        moves: True if it reads or writes memory.
+        convolves: True if it is a convolution.
+        copies: True if it may copy bytes between device and host.
+        repeatable: True if equal shapes, strides and types always give equal results.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Operator:
 
 
 def describe(func: Any) -> Operator:
-    """Look an operator up; costs tens of microseconds, so keep the answer."""
+    """Look up the facts on an operator. This takes tens of microseconds, so callers cache the result."""
     schema = getattr(func, "_schema", None)
     if schema is None or func.namespace == "prim":
         return Operator(str(func))

@@ -1,6 +1,7 @@
-"""Scaled dot-product attention under a trace: the memory of the kernel that will run, not of the one that fakes pick.
+"""Scaled dot-product attention in a trace: the memory of the kernel that will run, not of the kernel that fake tensors
+choose.
 
-On fake tensors torch may fall to its math kernel, which holds the whole score matrix: 2,640 MiB instead of 10 for (2,
+For fake tensors torch may choose its math kernel, which holds the whole score matrix: 2,640 MiB instead of 10 for (2,
 10, 4096, 64) in fp16.
 """
 
@@ -21,14 +22,13 @@ Booking = Callable[[str, int, tuple[Tensor, Tensor, Tensor], Tensor], None]
 
 @contextlib.contextmanager
 def traced_attention(book: Booking) -> Iterator[None]:
-    """Make ``torch.nn.functional.scaled_dot_product_attention`` only allocate its output, for fake tensors, in the
-    block.
+    """Make torch's scaled_dot_product_attention only allocate its output for fake tensors, within the block.
 
     The attribute is replaced, because a function mode would slow down every access to a tensor's shape. Real tensors,
     and other threads, still use the original.
 
     Args:
-        book: called with the kernel's name, its hidden bytes, query, key and value, and the output.
+        book: function that is called with the kernel's name, its hidden bytes, (query, key, value), and the output.
     """
     from ..kernels.attention.problem import problem_of
     from ..kernels.attention.registry import held_bytes
@@ -48,7 +48,7 @@ def traced_attention(book: Booking) -> Iterator[None]:
         width = value.shape[-1]
         if kernel in ("flash", "cudnn") and query.shape[-1] == width:
             out = torch.empty_like(query)
-        else:  # it lays its output out as (batch, queries, heads, width)
+        else:  # these kernels lay out their output as (batch, queries, heads, width)
             out = query.new_empty((batch, queries, heads, width)).transpose(1, 2)
         book(kernel, held_bytes(kernel, problem_of(query, key, value)), (query, key, value), out)
         return out
@@ -58,8 +58,17 @@ def traced_attention(book: Booking) -> Iterator[None]:
 
 
 def chosen_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> str:
-    """The kernel that torch takes on a GPU that has them all, or on the CPU: "flash", "efficient" or "math"; "cudnn"
-    where the GPU at hand prefers that; "math, in float32" on one that does not compute in bf16."""
+    """Return the kernel that torch chooses on a GPU that has them all, or on the CPU.
+
+    Args:
+        query: (batch, heads, queries, width).
+        value: (batch, heads, keys, value width).
+        mask: as torch's ``attn_mask``.
+
+    Returns:
+        "flash", "efficient" or "math"; "cudnn" if the present GPU prefers that; "math, in float32" if it cannot compute
+        in bf16.
+    """
     if query.dim() != 4:
         return "math"
     flash = torch.backends.cuda.flash_sdp_enabled() and query.shape[-1] == value.shape[-1]

@@ -165,14 +165,20 @@ def trace_equals_once(
     again: bool = False,
     most_copied: float = math.inf,
 ) -> MemoryTrace:
-    """:func:`trace`, in which equal calls of the modules ``equals`` run once; the timeline has nothing of the others.
+    """Trace a call like :func:`trace`, but run equal calls of some modules once; the timeline leaves out the repeated
+    ones.
 
     Args:
-        equals: modules, each with a number for its kind (:func:`equal_calls.equal_modules`).
+        module_or_callable: the callable.
+        inputs, kwargs: its arguments.
+        equals: modules with a number for their kind (:func:`equal_calls.equal_modules`).
         overhead: the overhead whose workspaces are counted in the reserved bytes.
         repeats: True if the call is a step that others follow.
         again: True if the reserved bytes must also hold another such call, with the remains of this one.
         most_copied: limit of bytes copied between the accounts; the trace stops beyond it.
+
+    Returns:
+        As :func:`trace`, with the figures of all calls.
 
     Raises:
         TooManyCopiesError: more bytes are copied.
@@ -185,7 +191,7 @@ def trace_equals_once(
     active = active_fake_mode(*tensors, *itertools.islice(fakes, 1))
     mode = active or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = _Tracer(mode, overhead, most_copied)
-    alone = contextlib.nullcontext() if active else pause_models(modules)  # a model of fakes is nobody else's
+    alone = contextlib.nullcontext() if active else pause_models(modules)  # no other thread runs a model of fakes
     with (
         alone,
         torch.no_grad(),
@@ -225,7 +231,7 @@ def trace_equals_once(
 
 
 class _Tracer(TorchDispatchMode):
-    """Sees every operator on its way to the fake mode, and books what comes back."""
+    """Dispatch mode that sees every operator before the fake mode, and books its results."""
 
     def __init__(self, mode: FakeTensorMode, overhead: Overhead, most_copied: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -239,8 +245,8 @@ class _Tracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Asked by torch, which else keeps its compiler away from each operator, at some cost."""
-        return not CAN_REST  # :func:`trace` keeps it away from all of them
+        """Return True if torch must keep its compiler off each operator, which costs time."""
+        return not CAN_REST  # else :func:`prevent_compiling` does it once for the whole trace
 
     def fake_weight(self, real: Tensor, registry: Registry, name: str) -> Tensor:
         """The fake of a parameter or buffer; of a tensor that modules share, the same one."""
@@ -270,7 +276,7 @@ class _Tracer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def following(self, modules: list[nn.Module], equals: Mapping[nn.Module, int]) -> Iterator[None]:
-        """Follow operators within the block, and tell the ledger which module runs."""
+        """Count operators within the block, and set the ledger's path to the module that runs."""
         once = EqualCalls(self.ledger, self.work, self._mode).run_once(equals)
         paths, attention = _module_paths(self.ledger, modules), traced_attention(self._count_attention)
         with paths, _resizes(self.ledger), attention, once, self:
@@ -336,7 +342,7 @@ class _Tracer(TorchDispatchMode):
         result = func(*args, **kwargs) if known_recipe is None else make(known_recipe, self._mode, args)
         recipe = _recipe(func, operator, args, result)
         if key is not None and (recipe.made is not None or result is args[0]):
-            if len(self._recipes) >= _MOST_RECIPES:  # hosts run for days
+            if len(self._recipes) >= _MOST_RECIPES:  # a bound, because hosts run for days
                 self._recipes.clear()
             self._recipes[key] = recipe
         return result, recipe
@@ -407,7 +413,7 @@ def _module_paths(ledger: Ledger, modules: list[nn.Module]) -> Iterator[None]:
             ledger.path = names.get(module, type(module).__name__)
 
     def leave_module(module: nn.Module, _args: Any, _output: Any) -> None:
-        while running and threading.get_ident() == here:  # modules that an exception left are still on top
+        while running and threading.get_ident() == here:  # modules that raised an exception are still on top
             top, ledger.path = running.pop()
             if top is module:
                 break

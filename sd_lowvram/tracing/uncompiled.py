@@ -1,4 +1,4 @@
-"""torch's compiler at rest while traces run: what it has compiled runs as it was written."""
+"""A switch that keeps torch's compiler off during traces: compiled models run as they were written."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..compat.private import is_loaded
 from ..memory.threads import Shared
 
 CAN_REST = hasattr(torch.compiler, "set_stance")
-"""torch 2.6 and later; before, the compiler keeps away by itself."""
+"""torch 2.6 and later; the compiler of earlier versions keeps off by itself."""
 
 _at_rest = Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 
 def prevent_compiling() -> contextlib.AbstractContextManager[None]:
     """Prevent compiling, and running compiled code, within the block, in any thread."""
-    compiles = CAN_REST and is_loaded()  # without it nothing can have been compiled
+    compiles = CAN_REST and is_loaded()  # if it is not loaded, nothing is compiled
     return _at_rest() if compiles else contextlib.nullcontext()

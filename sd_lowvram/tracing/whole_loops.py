@@ -18,9 +18,10 @@ class _Pass:
     """A pass that was traced.
 
     Attributes:
-        allocations: its own; ``again``: those of a pass that is like it, of which small ones are left out.
-        handed: numbers of what it makes and the next pass ends, in their order; None: nothing that is known.
-        stays: numbers of what it makes and leaves for longer.
+        allocations: its own allocations and ends.
+        handed: numbers of the allocations that the next pass ends, in order; None: unknown.
+        stays: numbers of the allocations that outlive the next pass.
+        again: the same without small ones, for passes that it represents.
     """
 
     allocations: Sequence[Allocation]
@@ -32,15 +33,18 @@ class _Pass:
 def whole_loop(
     traced: Sequence[Sequence[Allocation]], order: Sequence[int], new_number: Callable[[], int], small: int = 0
 ) -> tuple[list[Allocation], dict[int, list[int]]]:
-    """The allocations of all passes, and for each allocation that outlives the loop the numbers of its equals.
+    """Return the allocations of all passes of a loop.
 
-    Equals end together.
+    Allocations that outlive the loop and are equal end together.
 
     Args:
         traced: the allocations of the traced passes, in order.
         order: for each pass, the number of the traced pass that represents it.
         new_number: function that returns a new number.
         small: allocations up to this size are recorded as traced, because their place depends on no order.
+
+    Returns:
+        The allocations in order, and for each allocation that outlives the loop the numbers of its equals.
     """
     passes = _describe_passes(traced, small)
     last = {number: place for place, number in enumerate(order)}
@@ -62,7 +66,7 @@ def whole_loop(
                 result.append((now, -1))
             elif first and old not in before:
                 result += [(each, -1) for each in (old, *equals.pop(old, ()))]
-        # A pass that was traced after another one does not know what that one left.
+        # End what is left of the pass before: the trace of this pass ran after a pass of another kind.
         lost = [*ended.values(), *left[len(before) :]]
         result += [(each, -1) for each in lost if each is not None]
         left = [None if old is None else own[old] for old in current.handed]
@@ -78,7 +82,7 @@ def _describe_passes(traced: Sequence[Sequence[Allocation]], small: int) -> list
         if number + 1 < len(traced):
             ended = {other for other, nbytes in traced[number + 1] if nbytes < 0}
             handed: list[int | None] = [other for other in lasting if other in ended]
-        else:  # the last pass hands on what resembles what it was handed
+        else:  # the last pass hands on allocations of the sizes that it was handed
             handed = _pair_equal(passes[-1], lasting) if passes else []
         stays = [other for other in lasting if other not in handed]
         minor = {other for other, nbytes in allocations if 0 <= nbytes <= small}
@@ -99,7 +103,7 @@ def _lasting_bytes(allocations: Sequence[Allocation], small: int) -> dict[int, i
 
 
 def _pair_equal(before: _Pass, lasting: dict[int, int]) -> list[int | None]:
-    """Pair each allocation that the pass ``before`` left with one of ``made`` of equal size."""
+    """Pair each allocation that the pass ``before`` handed on with one in ``lasting`` of equal size."""
     sizes = _lasting_bytes(before.allocations, -1)
     pairs: list[int | None] = []
     for size in (None if number is None else sizes[number] for number in before.handed):
