@@ -1,4 +1,4 @@
-"""The calls that users make: optimize, plan, decode, encode (and restore and attached, from the session)."""
+"""The calls that users make: optimize, plan, max_size, decode and encode."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def plan(
     settings: Settings | None = None,
     approximate: bool = False,
 ) -> Plan:
-    """The fastest settings that fit, with their predicted peak; attaches nothing, and runs nothing.
+    """Return the fastest settings that fit, with their predicted peak and time; nothing is attached, and nothing runs.
 
     Args:
         target: as for :func:`optimize`, like all arguments.
 
     Returns:
-        Settings and their predicted bytes by stage, seconds, the gain of more memory, and reasons.
+        The plan: settings, predicted bytes of each stage, seconds, what more memory would gain, and reasons.
 
     Raises:
         BudgetError, BadInputError: as :func:`optimize`.
@@ -107,8 +107,9 @@ def optimize(
         approximate: True to allow settings that change the picture.
 
     Returns:
-        The attached plan. Its ``fidelity`` compares the picture with that of the model as it was loaded: ``BITWISE``
-        (identical) or ``ROUNDING`` (identical up to rounding), unless ``approximate`` or ``settings`` allow more.
+        The attached plan. Its ``fidelity`` compares the picture with the picture of the model as it was loaded:
+        ``BITWISE`` (identical) or ``ROUNDING`` (identical up to rounding), unless ``approximate`` or ``settings`` allow
+        more.
 
     Raises:
         BudgetError: nothing fits; the message names the smallest budget that works.
@@ -124,18 +125,20 @@ def optimize(
 def attach_plan_for(
     target: Any, request: Request, settings: Settings, approximate: bool, fallback_steps: tuple[FallbackStep, ...] = ()
 ) -> Plan:
-    """Plan ``request`` and attach it in place of what is attached to ``target``.
+    """Plan ``request`` and attach the plan in place of what is attached to ``target``.
 
     Args:
+        target: as for :func:`optimize`.
+        request: picture, budgets and device.
         settings: knobs that are fixed.
-        approximate: whether settings that change the picture may be chosen.
-        fallback_steps: what the run has given up already, by a plan for another size.
+        approximate: True to allow settings that change the picture.
+        fallback_steps: steps that earlier plans of this run have taken already.
 
     Returns:
-        What is attached, as :func:`attach_plan`.
+        The attached plan, as :func:`attach_plan`.
 
     Raises:
-        BudgetError: nothing fits; what was attached before still is.
+        BudgetError: nothing fits; the earlier attachment stays.
     """
     chosen = make_plan(anatomy_of(target, settings), request, settings, approximate).after(fallback_steps)
     return attach_plan(target, chosen, settings, approximate)
@@ -145,10 +148,12 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
     """Attach ``chosen`` in place of what is attached to ``target``.
 
     Args:
-        settings, approximate: what it was planned with, and plans that take its place are.
+        target: as for :func:`optimize`.
+        chosen: the plan.
+        settings, approximate: what ``chosen`` was planned with; later plans of this target are planned with them too.
 
     Returns:
-        What is attached: a leaner one where the move of the weights ran out of memory.
+        The attached plan: ``chosen``, or one with less memory if moving the weights ran out of it.
     """
 
     def replan(**size: Any) -> None:
@@ -229,14 +234,14 @@ def max_size(
     settings: Settings | None = None,
     approximate: bool = False,
 ) -> dict[str, Plan | None]:
-    """The largest pictures that fit; takes up to a minute the first time.
+    """Return the largest pictures that fit; takes up to a minute the first time.
 
     Args:
         target: as for :func:`optimize`, like all arguments.
 
     Returns:
-        The plans of the largest "square" and "16:9" pictures, whose ``request`` has their size in pixels; None where
-        no size fits.
+        The plans of the largest "square" and "16:9" pictures, whose ``request`` has their size in pixels; None if no
+        size fits.
 
     Raises:
         BadInputError: as :func:`optimize`.
@@ -254,26 +259,28 @@ def decode(
     device: torch.device | str | None = None,
     settings: Settings | None = None,
 ) -> Tensor:
-    """Pixels (N, 3, H, W) in about [-1, 1] from unscaled latents (N, 4, h, w), as ``vae.decode`` takes them.
+    """Decode unscaled latents (N, 4, h, w), as ``vae.decode`` takes them, to pixels (N, 3, H, W) in about [-1, 1].
 
-    Autoencoders of Qwen-Image and Wan take frames (N, C, frames, h, w) and give 1 + 4 (frames - 1) of them; a picture
-    is one. That of FLUX.2 also takes what its denoiser makes, (N, 128, h / 2, w / 2), which is unpacked behind its
-    batch norm as its pipelines do it.
-
-    Exact within the budget: strips with whole-image statistics where the plain decode does not fit (``rounding``).
+    If the plain decode does not fit, it runs by strips with the statistics of the whole picture. Fidelity:
+    ``rounding``. Autoencoders of Qwen-Image and Wan take frames (N, C, frames, h, w) and return 1 + 4 (frames - 1)
+    frames of pixels; a picture is one frame. The autoencoder of FLUX.2 also takes its denoiser's packed latents (N,
+    128, h / 2, w / 2).
 
     Args:
-        vae: an autoencoder, or a pipeline that has one. In fp16, where its configuration forbids that, it computes in
-            fp32.
-        vram: as for :func:`optimize`, and so is ``ram``.
-        device: where to compute. None: where ``latents`` are.
+        vae: an autoencoder, or a pipeline that has one. An fp16 autoencoder whose configuration forbids fp16 computes
+            in fp32.
+        latents: in any floating type.
+        vram: budget on the device, as for :func:`optimize`.
+        ram: budget in host memory, as for :func:`optimize`.
+        device: device that computes. None: the device of ``latents``.
         settings: knobs that are fixed; the rest is chosen.
 
     Returns:
         The pixels on ``device``, in the type in which the autoencoder computes.
 
     Raises:
-        BudgetError: nothing fits. BadInputError: no autoencoder, or latents of another shape.
+        BudgetError: nothing fits.
+        BadInputError: ``vae`` is not an autoencoder, or the latents have another shape.
     """
     anatomy = _autoencoder(vae)
     latents = unpack(anatomy, latents)
@@ -294,18 +301,21 @@ def encode(
     device: torch.device | str | None = None,
     settings: Settings | None = None,
 ) -> Tensor:
-    """Moments (N, 8, h, w), mean and log-variance, of the unscaled latents of ``pixels`` (N, 3, H, W) in [-1, 1].
+    """Encode pixels (N, 3, H, W) in [-1, 1] to the moments of unscaled latents.
 
-    Autoencoders of Qwen-Image and Wan take frames (N, 3, frames, H, W), of which all but the first count by fours.
+    Fidelity is that of :func:`decode`. Autoencoders of Qwen-Image and Wan take frames (N, 3, frames, H, W); after the
+    first, every four frames become one.
 
     Args:
         vae: as for :func:`decode`, and so are ``vram``, ``ram``, ``device`` and ``settings``.
+        pixels: in any floating type; height and width are multiples of 8.
 
     Returns:
-        The moments, exact as :func:`decode` is: mean in the first half of the channels, log-variance in the second.
+        The moments (N, 8, h, w): the mean in the first half of the channels, the log-variance in the second.
 
     Raises:
-        BudgetError: nothing fits. BadInputError: no autoencoder, or sides that are no multiple of 8.
+        BudgetError: nothing fits.
+        BadInputError: ``vae`` is not an autoencoder, or a side is not a multiple of 8.
     """
     anatomy = _autoencoder(vae)
     shape = _checked_shape("pixels", pixels, pixel_channels(anatomy), has_frames(anatomy))

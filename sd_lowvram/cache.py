@@ -129,6 +129,7 @@ def place_of(kind: str, facts: Callable[[], Any]) -> Path | None:
     """Return the file for a value that depends on some facts and on our code; None: nothing is cached.
 
     Args:
+        kind: name of the folder, such as "traces".
         facts: returns the facts, whose representations are the same in every process; called only with a cache.
     """
     folder = folder_of(kind)
@@ -139,7 +140,7 @@ def place_of(kind: str, facts: Callable[[], Any]) -> Path | None:
 
 
 def remembered(place: Path | None) -> Any:
-    """Return what :func:`remember` wrote to ``place``; None: the file is missing, or not as it was written."""
+    """Return what :func:`remember` wrote to ``place``; None if the file is missing or damaged."""
     if place is None or (data := read_private(place)) is None:
         return None
     head = len(_head(place, b""))
@@ -152,7 +153,12 @@ def remembered(place: Path | None) -> Any:
 
 
 def remember(place: Path | None, value: Any) -> None:
-    """Write ``value`` as JSON, objects by their attributes; a cache that cannot be written only costs time."""
+    """Write ``value`` as JSON, objects by their attributes. A cache that cannot be written only costs time.
+
+    Args:
+        place: from :func:`place_of`.
+        value: plain values, or a dataclass.
+    """
     if place is None:
         return
     written = json.dumps(value, default=vars).encode()

@@ -121,7 +121,7 @@ def register(
 
 
 def find() -> None:
-    """Find and call all registering modules and entry points, once."""
+    """Import all registering modules and call all entry points, once."""
     with _lock:
         if _found.is_set():
             return
@@ -136,7 +136,7 @@ def find() -> None:
 
 
 def registered() -> dict[str, list[str]]:
-    """The names of all that is registered, by kind."""
+    """Names of everything that is registered, by kind."""
     find()
     return {kind: sorted(added) for kind, added in _PLACES.items()}
 

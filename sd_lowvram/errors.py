@@ -58,9 +58,10 @@ class LowVRAMError(Exception):
 
 
 def speak_plainly(plain: bool = True, labels: Mapping[str, str] | None = None) -> None:
-    """Leave Python out of the sentences of all errors from now on: for programs whose users paint.
+    """Leave Python out of the sentences of all errors from now on, for programs whose users draw pictures.
 
     Args:
+        plain: False to undo this.
         labels: labels of settings by name, as the program's controls show them.
     """
     LowVRAMError.spoken_plainly = plain
@@ -85,14 +86,14 @@ _SAYS_LITTLE = ("is a model of another kind", "has a part")
 
 
 class UnsupportedModelError(BadInputError):
-    """A model, or a part of one, that no plan can be made for; a host may tell it in its own words.
+    """A model, or a part of one, that cannot be planned; hosts may word the error in their own way.
 
     Attributes:
-        owner: the class of what was given.
-        part: the name in it of what cannot be planned ("transformer"); empty where it is the target itself.
-        kind: the class of that part.
-        why: what the owner does with it: "denoises with a transformer".
-        works: the names of the owner's parts that can be given by themselves ("vae").
+        owner: class of the target.
+        part: name of the part that cannot be planned ("transformer"); empty if it is the target itself.
+        kind: class of that part.
+        why: what the owner does with the part: "denoises with a transformer".
+        works: names of parts that can be planned by themselves ("vae").
     """
 
     def __init__(
@@ -121,9 +122,12 @@ class OutputError(BadInputError):
 class BudgetError(LowVRAMError):
     """A budget that cannot hold the run.
 
-    ``needed_bytes`` is the smallest budget that would work (overhead counted) and ``stage`` the part of the run
-    that needs it. ``limit`` names what is too small: "vram", "ram", "largest_mib", or the "ring" through which weights
-    are streamed. ``by_size`` tells whether a smaller picture may need less.
+    Attributes:
+        needed_bytes: the smallest budget that works, overhead included.
+        stage: the part of the run that needs it.
+        limit: the limit that is too small: "vram", "ram", "largest_mib", or the "ring" through which weights are
+            streamed.
+        by_size: True if a smaller picture may need less.
     """
 
     exit_code = 3
@@ -149,7 +153,7 @@ class PlanningError(LowVRAMError):
 
 
 class NotFiniteError(LowVRAMError):
-    """Values that are no numbers, which would become a black picture."""
+    """NaN or infinity in a result, which would become a black picture."""
 
 
 class NoSiteError(LowVRAMError):
@@ -159,7 +163,7 @@ class NoSiteError(LowVRAMError):
 
 
 class ConflictError(LowVRAMError):
-    """Two hooks, or a hook and somebody else's patch, want the same attribute for themselves."""
+    """Two hooks, or a hook and a third-party patch, need the same attribute exclusively."""
 
 
 _OF_A_DEVICE = ("out of memory", "ALLOC_FAILED")

@@ -35,6 +35,7 @@ class Fidelity(enum.IntEnum):
 
     @property
     def lossless(self) -> bool:
+        """True if the picture is identical, or identical up to rounding."""
         return self <= Fidelity.ROUNDING
 
 
@@ -138,9 +139,10 @@ class Knob:
 
         Args:
             name: the knob's name, for the error.
+            value: the value to check.
 
         Raises:
-            SettingsError: it does not; the message lists the choices or the bounds.
+            SettingsError: it is not accepted; the message lists the choices or the bounds.
         """
         if self.choices:
             if value not in self.choices:
@@ -161,7 +163,7 @@ class Knob:
         return replace(self, choices=tuple(fidelity), fidelity=fidelity) if more else self
 
     def hook_of(self, value: Any) -> str | Callable[..., Any]:
-        """The hook that ``value`` asks for, "" where it asks for none."""
+        """Return the hook that ``value`` requests: the name of a module, a function, or "" for none."""
         if isinstance(self.hook, Mapping):
             return self.hook.get(value, "")
         return "" if value is None or value is False else self.hook
@@ -171,7 +173,7 @@ class Knob:
         return _of_value(self.acts, value)
 
     def excluded_by(self, value: Any) -> frozenset[Act]:
-        """Behaviours that the knob forbids for others, with ``value``."""
+        """Behaviours of other knobs that this knob excludes with ``value``."""
         return _of_value(self.excludes, value)
 
 

@@ -53,7 +53,15 @@ class Change:
 
 
 def wrap(owner: Any, attribute: str, around: Callable[..., Any], hook: str = "", role: str = "") -> Patch:
-    """A patch that calls ``around(original, *args, **kwargs)`` in place of ``original(*args, **kwargs)``."""
+    """Return a patch that calls ``around(original, *args, **kwargs)`` in place of ``original(*args, **kwargs)``.
+
+    Args:
+        owner: a module, or any object with a ``__dict__``.
+        attribute: name of the method.
+        around: function that gets the original and its arguments.
+        hook: name of the hook, for messages.
+        role: role of this owner, if the hook treats equal modules differently.
+    """
     return Patch(owner, attribute, lambda original: functools.partial(around, original), hook=hook, role=role)
 
 
@@ -76,7 +84,13 @@ class Answered(TorchFunctionMode):
 
 
 def replace(owner: Any, attribute: str, replacement: Any, hook: str = "") -> Patch:
-    """An exclusive patch: a function that never calls the original, or the value of a switch that the host reads."""
+    """Return an exclusive patch: a function that never calls the original, or another value of a host's switch.
+
+    Args:
+        owner, attribute: as for :func:`wrap`.
+        replacement: the new value.
+        hook: name of the hook, for messages.
+    """
     return Patch(owner, attribute, lambda original: replacement, exclusive=True, hook=hook)
 
 
@@ -103,7 +117,7 @@ class Slot:
     patches: list[Patch] = field(default_factory=list)
 
     def refresh(self) -> None:
-        """Install what the present patches make of the original; with none left, put back what was there before."""
+        """Install the present patches around the original; without patches, restore the original."""
         here = vars(self.owner)
         foreign = self.installed is not None and here.get(self.attribute, _ABSENT) is not self.installed
         replacement = functools.reduce(lambda current, patch: patch.make(current), self.patches, self.original)
@@ -125,7 +139,7 @@ class Slot:
 
 
 def carries_hooks(done: str) -> LowVRAMError:
-    """The error of a model that cannot be ``done`` ("copied") as it carries hooks."""
+    """Return the error for a model that cannot be ``done`` ("copied") because it carries hooks."""
     return LowVRAMError(
         f"this model carries sd-lowvram's hooks and cannot be {done}: restore() it first",
         plainly=f"this model carries sd-lowvram's hooks while a picture is made, and cannot be {done}: "
@@ -163,7 +177,7 @@ def set_patch(patch: Patch) -> Callable[[], None]:
 
 
 def take_off(patch: Patch) -> None:
-    """Take ``patch`` off its owner; nothing happens where it is not set."""
+    """Remove ``patch`` from its owner; nothing happens if it is not set."""
     slots = vars(patch.owner).get(_SLOTS, {})
     slot = slots.get(patch.attribute)
     if slot is None or patch not in slot.patches:
@@ -177,13 +191,13 @@ def take_off(patch: Patch) -> None:
 
 
 def roles_of(owner: Any) -> tuple[tuple[str, str, str], ...]:
-    """The attributes of ``owner`` that are patched, each with a hook that wanted it and its role in that."""
+    """Attributes of ``owner`` that are patched, each with a hook that patched it and the owner's role there."""
     slots = vars(owner).get(_SLOTS, {}).values()
     return tuple((slot.attribute, patch.hook, patch.role) for slot in slots for patch in slot.patches)
 
 
 def unpatched(owner: Any) -> dict[str, Any]:
-    """The attributes of ``owner`` as they are without what is ours."""
+    """Attributes of ``owner`` without our patches."""
     own = dict(vars(owner))
     own.pop(RECORD, None)
     for name, slot in own.pop(_SLOTS, {}).items():
@@ -209,7 +223,14 @@ def is_foreign(owner: Any, attribute: str) -> bool:
 
 
 def refuse_conflicts(patches: Iterable[Patch]) -> None:
-    """Raise ConflictError when two exclusive patches share an attribute, or one names what cannot be patched."""
+    """Refuse patches that cannot be set together.
+
+    Args:
+        patches: patches that are not set yet.
+
+    Raises:
+        ConflictError: two exclusive patches share an attribute, or an attribute cannot be patched.
+    """
     taken: dict[tuple[int, str], Patch] = {}
     for patch in patches:
         _refuse_unpatchable(patch)

@@ -23,16 +23,26 @@ _NAME = "sd-lowvram: "
 
 
 def report(stage: str, done: int, total: int) -> None:
-    """Tell the listeners that ``done`` of ``total`` equal parts of ``stage`` ("decode", "encode", ...) are finished.
+    """Report to the listeners that ``done`` of ``total`` equal parts of ``stage`` are finished.
 
-    An exception of a listener is not caught: that is how a listener stops a run.
+    An exception of a listener is raised in the run: this is how a listener stops it.
+
+    Args:
+        stage: "decode", "encode", "denoise", ...
+        done: number of finished parts.
+        total: number of parts.
     """
     for callback in _listeners.get():
         callback(stage, done, total)
 
 
 def counted(stage: str, items: Collection[Item]) -> Iterator[Item]:
-    """``items`` one after the other, with a report before the first and after each."""
+    """Yield ``items`` one after the other, with a report before the first and after each.
+
+    Args:
+        stage: as for :func:`report`.
+        items: the parts.
+    """
     report(stage, 0, len(items))
     for done, item in enumerate(items, 1):
         yield item
@@ -41,7 +51,11 @@ def counted(stage: str, items: Collection[Item]) -> Iterator[Item]:
 
 @contextmanager
 def listen(callback: Callback) -> Iterator[None]:
-    """Call ``callback(stage, done, total)`` at every report made inside the ``with`` block by this thread."""
+    """Call ``callback(stage, done, total)`` at every report made inside the ``with`` block by this thread.
+
+    Args:
+        callback: function of stage, done and total.
+    """
     token = _listeners.set((*_listeners.get(), callback))
     try:
         yield
@@ -54,6 +68,10 @@ def happened(module: str, sentence: str) -> None:
 
     The message begins with the module's name, because many programs show the bare message, and so does Python by
     default.
+
+    Args:
+        module: name of the logger, usually ``__name__``.
+        sentence: what happened, for people.
     """
     if (hear := _hears.get()) is not None:
         hear(sentence)

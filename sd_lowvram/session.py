@@ -52,10 +52,11 @@ class Attachment:
     _undo: list[Callable[[], None]] = field(default_factory=list, init=False)
 
     def prepare(self) -> None:
-        """Find the sites and make the patches, and set none of them.
+        """Find the sites and make the patches without setting them.
 
         Raises:
             NoSiteError, SettingsError.
+            NoSiteError, SettingsError: as :func:`attached`.
         """
         if self._steps is None:
             self.settings = applicable(self.settings, self.anatomy, self.device)
@@ -63,8 +64,8 @@ class Attachment:
             self._steps = [step for hook in hooks for step in hook(self.anatomy, self.settings, self.device)]
 
     def apply(self) -> None:
-        """Set every patch; when one fails, none stays. Calls of the components wait for each other from now on, where
-        they come in several threads.
+        """Set every patch; if one fails, none stays. From now on calls of the components in several threads wait for
+        each other.
 
         Raises:
             NoSiteError, ConflictError, SettingsError: before anything has been set.
@@ -86,7 +87,11 @@ class Attachment:
             raise
 
     def add(self, patches: Iterable[Patch]) -> None:
-        """Set further patches, outside those that are set already."""
+        """Set further patches, outside those that are set.
+
+        Args:
+            patches: in the order in which they wrap the model; the last is the outermost.
+        """
         self._undo.extend(set_patch(patch) for patch in patches)
 
     def _in_turn(self) -> Iterator[Patch]:
@@ -106,7 +111,7 @@ class Attachment:
 
     @property
     def places(self) -> set[Place]:
-        """All that other threads leave alone while this is attached or taken off."""
+        """Devices and models that other threads do not use while this is attached or detached."""
         return {place for name in self.anatomy.components for place in self._places(name)}
 
     def _places(self, name: str) -> set[Place]:
@@ -167,14 +172,17 @@ class Attachment:
 
 
 def anatomy_of(target: Any, settings: Settings | None = None) -> Anatomy:
-    """The anatomy of ``target``.
+    """Return the anatomy of ``target``: its family, components and sites.
 
     Args:
         target: a pipeline, a host's shell of one, or a model by itself.
-        settings: where they say how to keep the weights, any pipeline or module will do.
+        settings: if they decide ``offload``, any pipeline or module is accepted.
+
+    Returns:
+        The anatomy; of an unknown family, only the components with their weights.
 
     Raises:
-        UnsupportedModelError: it is of no family of models that we know, or a part of it cannot be planned.
+        UnsupportedModelError: ``target`` is of an unknown family, or a part of it cannot be planned.
     """
     placed = settings is not None and settings.offload is not None
     anatomy = dissect_any(target) if placed else dissect(target)
@@ -184,16 +192,16 @@ def anatomy_of(target: Any, settings: Settings | None = None) -> Anatomy:
 
 
 def attach(target: Any, settings: Settings, device: torch.device, timing: StepTiming | None = None) -> Attachment:
-    """Attach the hooks that ``settings`` ask for to ``target``, above any that are attached already.
+    """Attach the hooks that ``settings`` request to ``target``, outside any that are attached already.
 
     Args:
         target: as for :func:`attached`.
-        settings: what is None in them stays as the model has it.
-        device: where to compute.
-        timing: how long a step's modules take, from the plan: what weights stay is chosen by it.
+        settings: undecided knobs leave the model as it is.
+        device: device that computes.
+        timing: times of a step's modules, from the plan; they decide which weights stay on the device.
 
     Returns:
-        What :func:`detach` takes off again.
+        The attachment, for :func:`detach`.
 
     Raises:
         UnsupportedModelError, NoSiteError, ConflictError: as :func:`attached`; nothing is attached then.
@@ -219,6 +227,14 @@ def _put_on(target: Any, attachment: Attachment) -> None:
 def prepare(target: Any, settings: Settings, device: torch.device) -> Attachment:
     """Prepare an attachment without setting it, for hosts that enter and leave around every call.
 
+    Args:
+        target: as for :func:`attached`.
+        settings: as for :func:`attach`.
+        device: device that computes.
+
+    Returns:
+        The attachment, for :func:`entered`.
+
     Raises:
         BadInputError, NoSiteError, SettingsError: as :func:`attached`.
     """
@@ -232,6 +248,10 @@ def entered(target: Any, attachment: Attachment) -> Iterator[None]:
     """Set an attachment from :func:`prepare` on ``target`` within the block; it may be entered any number of times.
 
     Other threads that call a hooked model on the same device wait until the block ends.
+
+    Args:
+        target: the target of ``attachment``.
+        attachment: from :func:`prepare`.
     """
     with turn(attachment.places):
         with pause_models(attachment.modules()):
@@ -243,7 +263,12 @@ def entered(target: Any, attachment: Attachment) -> Iterator[None]:
 
 
 def detach(target: Any, attachment: Attachment) -> None:
-    """Take one attachment off, in whatever order they came."""
+    """Remove one attachment from ``target``, in any order.
+
+    Args:
+        target: as for :func:`attached`.
+        attachment: from :func:`attach`.
+    """
     with pause_models(attachment.modules(), attachment.places):
         records = vars(target).get(RECORD, [])
         if attachment in records:
@@ -259,14 +284,13 @@ def attachments(target: Any) -> list[Attachment]:
 
 
 def restore(target: Any) -> None:
-    """Take everything of ours off ``target``, bit for bit; nothing happens when there is nothing.
+    """Remove everything of ours from ``target``, bit for bit; without an attachment nothing happens.
 
     Args:
-        target: what was given to ``optimize`` or :func:`attach`. Calls of it that still run in other threads are
-            waited for.
+        target: what was given to ``optimize`` or :func:`attach`. Its calls in other threads are waited for.
 
     Raises:
-        BadInputError: what can carry nothing, a name or a dictionary for example.
+        BadInputError: ``target`` cannot carry an attachment (a name or a dictionary, for example).
     """
     if not hasattr(target, "__dict__") or isinstance(target, type):
         raise BadInputError(f"restore() takes what was given to optimize(), not {target!r:.100}")
@@ -286,9 +310,9 @@ def attached(
     Args:
         target: a diffusers pipeline of SD1.x, SD2.x, SDXL or FLUX.1, or a model of CompVis, ComfyUI or Forge; or a
             component.
-        settings: None leaves a property of the model as it is. A preset (``Settings.smallest()``) skips knobs that have
-            no site in this target.
-        device: the device of the computation; None: a GPU if there is one, else the CPU.
+        settings: undecided knobs (None) leave the model as it is. A preset (``Settings.smallest()``) skips knobs that
+            have no site in this target.
+        device: device that computes; None: a GPU if there is one, else the CPU.
         timing: as :func:`attach`.
 
     Yields:

@@ -60,20 +60,20 @@ class Settings(WeightsKnobs, AttentionKnobs, AutoencoderKnobs, ActivationsKnobs,
                 yield name, knob, value
 
     def of_stage(self, stage: str) -> Settings:
-        """A copy without the knobs that make no difference in ``stage``."""
+        """Copy the settings without the knobs that make no difference in ``stage``."""
         foreign = {
             name: None for name, knob, _ in self.decided() if knob.stages is not None and stage not in knob.stages
         }
         return dataclasses.replace(self, **foreign)
 
     def filled(self, **defaults: Any) -> Settings:
-        """A copy in which ``defaults`` decide what is undecided here."""
+        """Copy the settings and decide undecided knobs by ``defaults``."""
         undecided = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **undecided)
 
     @property
     def largest_bytes(self) -> float:
-        """The most that may be allocated in one piece."""
+        """Largest single allocation in bytes that the settings allow; infinity without ``largest_mib``."""
         return self.largest_mib << 20 if self.largest_mib else math.inf
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Settings(WeightsKnobs, AttentionKnobs, AutoencoderKnobs, ActivationsKnobs,
 
     @staticmethod
     def smallest() -> Preset:
-        """The least memory, whatever the time; lossless against the baseline."""
+        """Return the preset with the least memory, whatever its time. Fidelity: ``rounding``."""
         return Preset(
             attention="fused-softmax",
             attention_mib=8,
@@ -101,12 +101,16 @@ class Settings(WeightsKnobs, AttentionKnobs, AutoencoderKnobs, ActivationsKnobs,
 
     @staticmethod
     def policy(name: str) -> Preset:
-        """Settings that behave like another program, as far as knobs can express it; "ours" leaves all to the plan.
+        """Return settings that behave like another program, as far as knobs can express it.
+
+        "diffusers-model-offload", "-sequential" and "-group" are our nearest equivalents of diffusers' own calls.
+        "ours" decides nothing, so a plan chooses everything.
 
         Args:
             name: a name from ``sd-lowvram plan --list-policies``, such as "compvis" or "diffusers-default".
 
-        "diffusers-model-offload", "-sequential" and "-group" are our nearest equivalents of diffusers' own calls.
+        Returns:
+            The preset.
 
         Raises:
             SettingsError: no policy has this name.
@@ -121,10 +125,10 @@ class Preset(Settings):
 
 
 def stated(settings: Settings | None) -> Settings:
-    """The settings that a caller gave, or none.
+    """Return a caller's ``settings``, or settings without decisions for None.
 
     Raises:
-        SettingsError: they are of another kind.
+        SettingsError: ``settings`` are not Settings.
     """
     if settings is None or isinstance(settings, Settings):
         return settings or Settings()
@@ -166,7 +170,7 @@ def _knobs(_: Any) -> dict[str, Knob]:
 
 
 def acts(settings: Settings) -> frozenset[Act]:
-    """All that the decided knobs do."""
+    """Behaviours of all decided knobs."""
     return frozenset().union(*(knob.acts_of(value) for _, knob, value in settings.decided()))
 
 
@@ -178,10 +182,13 @@ def implied(settings: Settings) -> Settings:
 
 
 def conflict(settings: Settings) -> str | None:
-    """Why two of the decided knobs exclude each other, as their declarations say (:attr:`.knob.Knob.excludes`).
+    """Return the reason why two decided knobs exclude each other, by their declarations (:attr:`.knob.Knob.excludes`).
+
+    Args:
+        settings: knobs to check.
 
     Returns:
-        A sentence that names both with their values, as errors tell it; None where none do.
+        A sentence that names both with their values, for errors; None if no two exclude each other.
     """
     decided = list(settings.decided())
     for name, knob, value in decided:

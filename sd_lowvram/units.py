@@ -18,7 +18,14 @@ _EXAMPLES = 'write it like "4GB", "3.5 GiB", "700 MB" or 4096 (MiB)'
 
 
 def parse_size(value: int | float | str, what: str = "size") -> int:
-    """Bytes in ``value``. A bare number counts MiB; memory is sold in powers of two, so GB and GiB mean the same.
+    """Parse a size of memory. A bare number counts MiB; memory is sold in powers of two, so GB and GiB mean the same.
+
+    Args:
+        value: "4GB", "3.5 GiB", or 4096 (MiB).
+        what: name of the value, for the error.
+
+    Returns:
+        Bytes.
 
     Raises:
         BadInputError: the value is not a size, is not above zero, or is a bare number so small that GB may be meant.

@@ -16,7 +16,7 @@ Convert = Callable[[Tensor], Tensor]
 
 
 def own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers that ``module`` itself holds, its children's left out."""
+    """Yield the parameters and buffers that ``module`` itself holds, without those of its children."""
     for held in (module._parameters, module._buffers):
         yield from (tensor for tensor in held.values() if tensor is not None)
 
@@ -33,8 +33,18 @@ def weight_bytes(*modules: nn.Module) -> int:
 
 
 def draw_weights(model: nn.Module, device: torch.device, seed: int = 0) -> nn.Module:
-    """Move ``model`` from the meta device to ``device``, with matrices drawn by a generator of its own, biases of zero
-    and all other vectors of one. Buffers are left unfilled."""
+    """Move ``model`` from the meta device to ``device`` with random weights.
+
+    Matrices are drawn by a generator of its own, biases are zero, other vectors one. Buffers are left unfilled.
+
+    Args:
+        model: a model on the meta device.
+        device: where to.
+        seed: of the generator.
+
+    Returns:
+        The model.
+    """
     model = model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -51,6 +61,10 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
     """Give ``tensor`` other contents and keep the object itself, so that whoever holds it sees them too.
 
     It stays an ordinary tensor, or one of ``torch.inference_mode``, whatever mode this is called in.
+
+    Args:
+        tensor: the tensor; its object stays, so that every holder sees the new contents.
+        data: the new contents.
     """
     data = ordinary_as(tensor, data)
     with torch.no_grad():
@@ -58,8 +72,14 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def ordinary_as(tensor: Tensor, data: Tensor) -> Tensor:
-    """``data`` as an ordinary tensor where ``tensor`` is one, and as one of inference mode where it is not: torch lets
-    neither have contents of the other kind, or counts writes to them no more."""
+    """Return ``data`` as an ordinary tensor if ``tensor`` is one, else as an inference tensor.
+
+    torch does not let either have contents of the other kind, or stops counting writes to them.
+
+    Args:
+        tensor: the tensor that will get the contents.
+        data: the contents.
+    """
     if data.is_inference() == tensor.is_inference():
         return data
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -79,7 +99,12 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 
 def room(shape: Sequence[int], like: Tensor) -> Tensor:
-    """An empty tensor of ``shape`` with the type, device and memory format of ``like``, a part of what will fill it."""
+    """Allocate an uninitialised tensor.
+
+    Args:
+        shape: its shape.
+        like: a part of what will fill it; type, device and memory format are taken from it.
+    """
     wanted = torch.channels_last if is_channels_last(like) else torch.contiguous_format
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=wanted)
 
@@ -88,7 +113,15 @@ def placed(out: Tensor | None, part: Tensor, dim: int, start: int, total: int) -
     """Write ``part`` to ``out`` from ``start`` along ``dim``, and return ``out``.
 
     A new tensor with ``total`` elements along ``dim`` is made for a first part, or if ``out`` has another type or
-    shape."""
+    shape.
+
+    Args:
+        out: the tensor so far; None before the first part.
+        part: what to write.
+        dim: the dimension of the parts.
+        start: first index of the part.
+        total: length of the whole along ``dim``.
+    """
     shape = [*part.shape]
     shape[dim] = total
     if out is None or out.dtype != part.dtype or [*out.shape] != shape:
@@ -112,9 +145,10 @@ _LOADED = "_sd_lowvram_loaded"
 
 
 def remember_loaded(tensor: Tensor, dtype: torch.dtype) -> Callable[[], None]:
-    """Note the type that ``tensor`` had before a hook stored it in another; returns the forgetting.
+    """Record the type that ``tensor`` was loaded in, before a hook stores it in another; return the function that
+    forgets it.
 
-    A plan that is made while hooks are on has to start from the model as it was loaded.
+    A plan that is made while hooks are attached starts from the model as it was loaded.
     """
     if _LOADED in vars(tensor):
         return lambda: None
@@ -132,15 +166,23 @@ _LAST = "_sd_lowvram_channels_last"
 
 
 def lay_last(kernel: Tensor) -> Callable[[], None]:
-    """Note that ``kernel`` (N, C, H, W) is to lie channels last wherever it is copied to, whatever order its contents
-    have where they are; returns the forgetting."""
+    """Mark ``kernel`` (N, C, H, W) to be copied channels last, whatever its present order; return the function that
+    unmarks it.
+    """
     vars(kernel)[_LAST] = True
     return lambda: vars(kernel).pop(_LAST, None)
 
 
 def as_copied(tensor: Tensor, data: Tensor) -> Tensor:
-    """A tensor with the strides that a copy of ``data``, the contents of ``tensor`` or some rows of them, is to have:
-    ``data`` itself, or one without contents."""
+    """Return a tensor with the strides that a copy of ``data`` should have.
+
+    Args:
+        tensor: the weight.
+        data: its contents, or some rows of them.
+
+    Returns:
+        ``data`` itself, or a tensor without contents.
+    """
     if _LAST not in vars(tensor):
         return data
     return torch.empty_like(data, device="meta", memory_format=torch.channels_last)
@@ -157,7 +199,12 @@ def narrows(source: torch.dtype, target: torch.dtype) -> bool:
 
 @contextmanager
 def lent(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
-    """Replace the contents of every tensor by ``convert`` of them within the block, and restore them in any case."""
+    """Replace the contents of every tensor by ``convert`` of them within the block, and restore them in any case.
+
+    Args:
+        tensors: the tensors.
+        convert: function from their contents to the temporary ones.
+    """
     before: list[tuple[Tensor, Tensor]] = []
     try:
         with torch.inference_mode(False):
@@ -172,7 +219,12 @@ def lent(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
 
 
 def map_tensors(tree: Any, convert: Convert) -> Any:
-    """``tree`` (nested lists, tuples, dicts, model outputs) with every tensor converted."""
+    """Return ``tree`` with every tensor converted.
+
+    Args:
+        tree: nested lists, tuples, dictionaries or model outputs.
+        convert: function from a tensor to its replacement.
+    """
     return tree_map(lambda leaf: convert(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -184,7 +236,12 @@ def first_tensor(tree: Any) -> Tensor | None:
 def needs_graph(module: nn.Module, *trees: Any) -> bool:
     """Return True if autograd records a call of ``module``.
 
-    That is the case if it is enabled, and a weight or a tensor in ``trees`` (nested arguments) requires gradients."""
+    That is the case if it is enabled, and a weight or a tensor in ``trees`` (nested arguments) requires gradients.
+
+    Args:
+        module: the module that is called.
+        trees: its arguments.
+    """
     if not torch.is_grad_enabled():
         return False
     given = (leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor))

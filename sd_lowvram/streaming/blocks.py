@@ -27,12 +27,12 @@ _STAYING = 512
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Layers whose weights come and go together.
+    """Layers whose weights are copied and freed together.
 
     Attributes:
         name: for people.
         layers: in the order in which a run calls them.
-        rows: where a single layer comes in parts: first and last output of this one. None: all.
+        rows: for a part of a single layer, its first and last output row. None: the whole layer.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Block:
         return sum(_row_bytes(tensor, self.rows[1] - self.rows[0]) for tensor in self.tensors)
 
     def part(self, data: Tensor) -> Tensor:
-        """Rows of a tensor's contents that belong to this block."""
+        """Return the rows of a tensor's contents that belong to this block."""
         return data if self.rows is None else data[self.rows[0] : self.rows[1]]
 
 
@@ -80,7 +80,7 @@ class Blocks:
 
     @functools.cached_property
     def bytes(self) -> int:
-        """All of it on the device, tables left out."""
+        """Bytes of all blocks on the device, without tables."""
         return self.staying_bytes + sum(block.bytes for block in self.streamed)
 
     def units(self) -> list[WeightGroup]:
@@ -95,7 +95,7 @@ def blocks_of(
     together_bytes: int = 0,
     whole_bytes: int = 0,
 ) -> Blocks:
-    """Put layers together, or cut them up.
+    """Group layers into blocks, or split large ones.
 
     Args:
         layers: in the order in which a run calls them.
@@ -105,6 +105,9 @@ def blocks_of(
         together_bytes: a residual block or transformer of at most this size is one block.
         whole_bytes: the same limit for consecutive modules of equal structure, if it is larger. Their layers alternate,
             so separate blocks would evict each other.
+
+    Returns:
+        Layers that stay, streamed blocks, and tables.
     """
     lookups = tuple(layer for layer in layers if layer.lookup)
     layers = [layer for layer in layers if not layer.lookup]

@@ -16,7 +16,10 @@ from ..weights import all_tensors, first_tensor, map_tensors
 
 
 def refuse_unseen(component: nn.Module) -> None:
-    """Keep a trace from moving real weights: of a model that it does not know of it would leave nothing.
+    """Refuse a trace that would move real weights of a model it has not found.
+
+    Args:
+        component: a model whose weights are streamed.
 
     Raises:
         LowVRAMError: a trace calls ``component``, whose weights it has not exchanged for fake ones.
@@ -28,7 +31,13 @@ def refuse_unseen(component: nn.Module) -> None:
 
 
 def run_at(device: torch.device, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run on ``device``; the result goes back to where the first input came from."""
+    """Run ``original`` with its inputs on ``device``; return the result on the device of the first input.
+
+    Args:
+        device: device that computes.
+        original: a method of a model.
+        args, kwargs: its arguments, on any device.
+    """
     first = first_tensor((args, kwargs))
     home = first.device if first is not None else device
     args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(actual_device(device)))
@@ -36,7 +45,7 @@ def run_at(device: torch.device, original: Callable[..., Any], *args: Any, **kwa
 
 
 def send_tensors(result: Any, home: torch.device) -> Any:
-    """``result`` with its tensors on ``home``."""
+    """Return ``result`` with its tensors on ``home``."""
     distribution = getattr(result, "latent_dist", None)
     if distribution is not None:  # an encoder returns a plain object, which is not a pytree
         for name, held in vars(distribution).items():
@@ -47,7 +56,13 @@ def send_tensors(result: Any, home: torch.device) -> Any:
 
 
 def look_up(device: torch.device, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Rows of a table in host memory; only these travel to ``device``, and gradients back to them."""
+    """Return rows of a table in host memory on ``device``; only these rows are copied, and gradients are copied back.
+
+    Args:
+        device: device that computes.
+        original: the table's lookup.
+        args, kwargs: its arguments, with the indices of the rows.
+    """
     with host_account():
         args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to("cpu"))
         rows = original(*args, **kwargs)

@@ -30,6 +30,8 @@ def exchange_weights(module: nn.Module, tensors: Iterable[Tensor], convert: Conv
     """Replace ``tensors`` of ``module`` and its submodules by ``convert`` of them within the block, for one call.
 
     Args:
+        module: the module that is called.
+        tensors: its weights to replace.
         convert: returns new memory, by differentiable operations if the tensor requires gradients.
     """
     copies = {id(tensor): _converted_copy(tensor, convert) for tensor in tensors}

@@ -30,12 +30,11 @@ class Layer:
 
     Attributes:
         name: its path, for people.
-        module: what is called.
-        tensors: its parameters and buffers; of a layer that comes whole, also those of all modules below.
-        whole: nothing below it is a layer of its own.
-        around: modules below it are layers of their own, and run while it runs.
-        lookup: where it is a table of which a call reads a few rows, through which method: it is read where it is, in
-            host memory. Empty: it is none.
+        module: the module that is called.
+        tensors: its parameters and buffers; for a layer that is copied whole, also those of all modules below.
+        whole: True if no module below is a layer by itself.
+        around: True if modules below are layers by themselves, which run while this one runs.
+        lookup: for a table of which a call reads a few rows in host memory, the method that reads them; else empty.
     """
 
     name: str
@@ -64,7 +63,10 @@ class Layer:
 
 
 def layers_of(components: Mapping[str, nn.Module]) -> list[Layer]:
-    """The layers of models by name, in the order of their definition; the order of a run is known once it calls them.
+    """Return the layers of models, in the order of their definition; the order of a run is known after a first run.
+
+    Args:
+        components: models by name.
 
     Raises:
         ConflictError: weights that cannot be copied byte by byte (tensor subclasses of quantisers, the meta device).
@@ -162,12 +164,14 @@ def signature(component: nn.Module) -> list[Any]:
 
 
 def contents(tensors: list[Tensor]) -> list[Any]:
-    """Addresses and version counters of the tensors' contents."""
+    """Addresses and version counters of tensors, to notice that they were written to."""
     if tensors and isinstance(tensors[0], FakeTensor):
         return [(storage_key(tensor), tensor.dtype, version(tensor)) for tensor in tensors]
     return [(tensor.data_ptr(), tensor.dtype, version(tensor)) for tensor in tensors]
 
 
 def version(tensor: Tensor) -> int:
-    """Rises when the tensor is written to in place; of tensors from inference mode, which do not count, 0."""
+    """Version counter of a tensor: it rises with every write in place. 0 for inference tensors, which
+    have no counter.
+    """
     return 0 if tensor.is_inference() else writes(tensor)

@@ -87,6 +87,11 @@ class DeviceLayout:
     """
 
     def __init__(self, parts: Blocks, schedule: Schedule) -> None:
+        """
+        Args:
+            parts: the blocks.
+            schedule: their places in the buffer.
+        """
         self.blocks = parts.streamed
         self.schedule = schedule
         self.bytes = parts.staying_bytes + schedule.device_bytes
@@ -125,17 +130,17 @@ class DeviceLayout:
         return {number: tuple(sorted(others)) for number, others in met.items()}
 
     def layers(self) -> Iterator[Layer]:
-        """All layers: what is patched."""
+        """Yield all layers."""
         yield from self._parts.staying
         yield from self._parts.lookups
         yield from (layer for block in self.blocks for layer in block.layers)
 
     def streamed_tensors(self, apart: bool = False) -> Iterator[Tensor]:
-        """The weights that pass through the ring, in the order of a step; a split layer's appear once for each part.
+        """Yield the weights that pass through the ring, in the order of a step; a split layer's once for each part.
 
         Args:
-            apart: order them so that the first N, for any N, are spread evenly over the step. If these are pinned or
-                cached, the disk reads the others at a steady rate.
+            apart: True to order them so that the first N, for any N, are spread evenly over the step. If these are
+                pinned or cached, the disk reads the rest at a steady rate.
         """
         order = (self.streamed[number] for number in spread(len(self.streamed))) if apart else self.streamed
         return (tensor for number in order for tensor in self.blocks[number].tensors)
@@ -170,7 +175,12 @@ class DeviceLayout:
         self.places[number], self._copies[number] = _place_block(pool, waiting, offset)
 
     def take(self, number: int, device: torch.device) -> None:
-        """Allocate memory for a streamed block, where the ring follows the activations."""
+        """Allocate memory for a streamed block, if the ring follows the activations.
+
+        Args:
+            number: number of the block.
+            device: where to allocate it.
+        """
         size = self.blocks[number].bytes
         self._lay(number, Pool(size, device), self._waiting[number], 0)
         self.ring_bytes += size
@@ -186,7 +196,7 @@ class DeviceLayout:
         self.ring_bytes = 0
 
     def hand_back(self) -> None:
-        """Point every weight at its host memory, whatever it points at now."""
+        """Point every weight at its host memory."""
         for places in self.places.values():
             for place in places:
                 set_data(place.tensor, place.host)
@@ -278,8 +288,13 @@ def lay_down(
     """Lay out blocks and places for ``layers``.
 
     Args:
+        layers: the layers of one or more models.
+        policy: how many bytes the device may hold, and which weights stay.
         orders: for each model that has run, the names of its layers as it called them.
         near: as for :func:`best_schedule`.
+
+    Returns:
+        The blocks, their schedule and their places; nothing is allocated yet.
 
     Raises:
         BudgetError: a block is larger than the buffer may be.
@@ -294,7 +309,11 @@ def lay_down(
 
 
 def most_bytes(layers: Sequence[Layer], policy: ResidencyPolicy) -> int:
-    """Bytes of weights on the device at most, without the schedule of :func:`lay_down`."""
+    """Return the most bytes of weights on the device, without searching for a schedule.
+
+    Args:
+        layers, policy: as for :func:`lay_down`.
+    """
     parts, room = _split_blocks(layers, policy)
     return parts.bytes if room is None else min(room, parts.bytes)
 

@@ -38,7 +38,7 @@ class _Span:
 
 
 class MappedFiles:
-    """The addresses of this process that belong to mapped files; none on systems that do not report them."""
+    """Addresses of this process that belong to mapped files; empty on systems that do not report them."""
 
     def __init__(self) -> None:
         self._spans: list[_Span] = []
@@ -91,7 +91,16 @@ class PastCache:
         """Read ``source`` from its mapped file into memory.
 
         Return False, with nothing read, if ``source`` is not contiguous, or if its pages were written to and no longer
-        equal the file; the caller then copies it."""
+        equal the file; the caller then copies it.
+
+        Args:
+            source: a weight in a mapped file.
+            into: memory of as many bytes.
+
+        Returns:
+            True if it was read. False, with nothing read, if ``source`` is not contiguous, or its pages were written to
+            and no longer equal the file; the caller then copies it.
+        """
         if source.dtype != torch.uint8 or source.dim() != 1 or not source.is_contiguous():
             return False
         start, size = source.data_ptr(), source.nbytes
@@ -116,9 +125,7 @@ class PastCache:
         return True
 
     def let_go(self, source: Tensor) -> None:
-        """Drop the pages of ``source`` from memory, so that the system need not keep them cached.
-
-        Pages that were written to stay. Older systems keep all."""
+        """Drop the pages of ``source`` from memory. Pages that were written to stay, and older systems keep all."""
         first = source.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         size = source.data_ptr() + source.nbytes - first
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _PAGE_OUT)

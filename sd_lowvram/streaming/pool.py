@@ -14,20 +14,33 @@ from .layers import place_bytes
 
 
 class Pool:
-    """Bytes on the device, taken once and given back at once.
+    """A buffer on the device, allocated once and freed once.
 
     Attributes:
-        bytes: how many.
+        bytes: its size.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
+        """
+        Args:
+            size: bytes of the buffer.
+            device: where to allocate it.
+        """
         self.bytes = size
         with weights_account(), torch.inference_mode(False), torch.no_grad():
             self._buffer = torch.empty(size, dtype=torch.uint8, device=actual_device(device))
         self._typed: dict[torch.dtype, Tensor] = {}
 
     def views(self, contents: Iterable[Tensor], offset: int) -> list[Tensor]:
-        """Views of the buffer for tensors like ``contents``, in order from ``offset``, with their strides if dense."""
+        """Return views of the buffer for tensors like ``contents``, one after the other.
+
+        Args:
+            contents: tensors whose shapes and types the views get; dense strides are preserved.
+            offset: byte at which the first view begins.
+
+        Returns:
+            The views, in order.
+        """
         views = []
         with torch.inference_mode(False), torch.no_grad():
             for like in contents:
@@ -37,7 +50,7 @@ class Pool:
         return views
 
     def span(self, start: int, size: int) -> Tensor:
-        """Bytes of it."""
+        """Return ``size`` bytes of the buffer from ``start``."""
         with torch.inference_mode(False), torch.no_grad():
             return self._buffer[start : start + size]
 

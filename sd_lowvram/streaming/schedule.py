@@ -27,13 +27,13 @@ ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Weights that are brought in and used together, in the order in which a step uses them.
+    """Weights that are copied and used together: a unit of a schedule.
 
     Attributes:
         name: for people.
         bytes: of its weights, on the device.
-        seconds: from its beginning until the next unit begins; its weights are on the device for all of it.
-        maps: most bytes of activations on the device in this time.
+        seconds: from the beginning of the unit until the next one begins; its weights are on the device for all of it.
+        maps: the most bytes of activations on the device in this time.
     """
 
     name: str
@@ -60,15 +60,15 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A place for every unit's weights.
+    """Places for the weights of all units.
 
     Attributes:
         resident: numbers of the units that stay.
-        resident_bytes: bytes of these.
-        ring_bytes: size of the buffer through which the others pass.
-        fetches: one for every other unit with weights, in the order of use, which is the order of issue. The fetches of
-            the next step follow immediately: they run while this step's last units compute.
-        rooms: the ring's bytes while each unit computes, if the ring follows the activations; no place is fixed then.
+        resident_bytes: bytes of the units that stay.
+        ring_bytes: size of the ring through which all other units pass.
+        fetches: one for every streamed unit, in the order of use, which is the order of issue. The fetches of the next
+            step follow immediately: they run while this step's last units compute.
+        rooms: bytes of the ring while each unit computes, if the ring follows the activations; then no place is fixed.
             Empty: the ring has ``ring_bytes`` at every moment.
     """
 
@@ -85,7 +85,7 @@ class Schedule:
 
 
 def align(size: int) -> int:
-    """``size`` rounded up to a place in the ring."""
+    """Round ``size`` up to a multiple of the ring's alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -98,9 +98,15 @@ def spread(count: int) -> list[int]:
 
 
 def lay_out(units: Sequence[WeightGroup], resident: Collection[int], ring_bytes: int) -> Schedule:
-    """The schedule in which streamed units follow each other round the ring, fetched in the order of their use.
+    """Schedule streamed units one after the other around the ring, fetched in the order of their use.
 
-    A unit that does not fit behind the one before begins at the start of the ring again.
+    Args:
+        units: in the order of use.
+        resident: numbers of the units that stay.
+        ring_bytes: size of the ring.
+
+    Returns:
+        The schedule. A unit that does not fit behind the previous one begins at the start of the ring.
 
     Raises:
         BudgetError: a streamed unit is larger than the ring.
@@ -127,10 +133,15 @@ def lay_out(units: Sequence[WeightGroup], resident: Collection[int], ring_bytes:
 
 
 def follow_maps(units: Sequence[WeightGroup], most: int, ring_bytes: int) -> Schedule:
-    """The schedule that streams every unit through a ring that follows the activations.
+    """Schedule every unit through a ring that follows the activations.
 
-    While a unit computes, further units are fetched ahead. Until each of them is used, the ring and the activations
-    together stay within ``most`` bytes, and the ring within ``ring_bytes``. A unit that exceeds them is there alone.
+    While a unit computes, further units are fetched. Until each of them is used, ring and activations together stay
+    within ``most`` bytes, and the ring within ``ring_bytes``. A unit that exceeds this is on the device alone.
+
+    Args:
+        units: in the order of use, with their activations.
+        most: largest sum of ring and activations.
+        ring_bytes: largest ring.
     """
     count = len(units)
     sizes = [align(unit.bytes) for unit in units]

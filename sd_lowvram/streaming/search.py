@@ -28,12 +28,16 @@ _NEAR = 1.001
 
 
 def best_schedule(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue, near: bool = False) -> Schedule:
-    """The fastest schedule found whose residents and ring together stay within ``device_bytes``.
-
-    It is never slower than any of :data:`POLICIES`, and the same for the same arguments.
+    """Return the fastest schedule found whose residents and ring together stay within ``device_bytes``.
 
     Args:
+        units: in the order of use.
+        device_bytes: bytes for weights on the device.
+        copies: the cost of copies.
         near: leave out the search through all sets of few units; the schedule may be a little slower.
+
+    Returns:
+        A schedule that is not slower than any of :data:`POLICIES`; equal arguments give an equal schedule.
 
     Raises:
         BudgetError: the largest unit does not fit.
@@ -46,10 +50,16 @@ def best_schedule(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQ
 
 
 def no_slower(units: Sequence[WeightGroup], ring: Schedule, copies: CopyQueue) -> Schedule:
-    """The schedule with the smallest sum of ring and activations whose step is no slower than with ``ring``.
+    """Return the schedule with the smallest sum of ring and activations whose step is not slower than with ``ring``.
 
-    Schedules that follow the activations within the bytes of ``ring`` are tried. Without known activations, and if none
-    is as fast, the result is ``ring``, which streams all units too.
+    Args:
+        units: in the order of use.
+        ring: a schedule that streams all units.
+        copies: the cost of copies.
+
+    Returns:
+        A schedule that follows the activations within the bytes of ``ring``; ``ring`` itself if none is as fast, or
+        activations are unknown.
     """
     if not any(unit.maps for unit in units):
         return ring
@@ -68,11 +78,16 @@ def no_slower(units: Sequence[WeightGroup], ring: Schedule, copies: CopyQueue) -
 
 
 def bound(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue) -> float:
-    """Seconds that a step takes at least under any schedule, of these units or of parts of them.
+    """Return the fewest seconds of a step under any schedule of these units, or of parts of them.
 
-    From the start of one unit to the start of another, all bytes between must be there at their time, and no more than
-    ``device_bytes`` of them can have been there before: the rest is copied meanwhile. The step takes as long as the
-    longest chain of such stretches, and no less than what has to come from the disk.
+    Consider the time from the start of one unit to the start of a later one. All weights that are used in between must
+    be on the device in time, and at most ``device_bytes`` of them can have been there before; the rest is copied in
+    this time. A step takes at least as long as the longest chain of such stretches, and as the reads from disk.
+
+    Args:
+        units: in the order of use.
+        device_bytes: bytes for weights on the device.
+        copies: the cost of copies.
     """
     compute = sum(unit.seconds for unit in units)
     total = sum(unit.bytes for unit in units)

@@ -38,11 +38,15 @@ class CopyQueue:
     cached: int | None = None
 
     def seconds(self, size: int, read: int = 0, on_disk: int = 0) -> float:
-        """Seconds of a fetch of ``size`` bytes, of which ``read`` are read into the ring, ``on_disk`` of these from
-        disk.
+        """Return the seconds of one fetch.
 
         The reader thread reads the next chunks while one is copied, so the slower of both counts. A CPU does one after
         the other.
+
+        Args:
+            size: bytes of the fetch.
+            read: the part of it that is read into the ring of pinned memory.
+            on_disk: the part of ``read`` that is read from disk.
         """
         copying, reading = (
             size / self.bandwidth,
@@ -69,7 +73,7 @@ class CopyQueue:
 
     @property
     def fastest(self) -> float:
-        """Bytes a second that no fetch passes."""
+        """Bytes a second that no fetch exceeds."""
         if self.pinned != 0:
             return self.bandwidth
         slowest = 1 / self.bandwidth, 1 / self.reading
@@ -77,7 +81,13 @@ class CopyQueue:
 
 
 def simulate(units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue) -> float:
-    """Seconds of one step among many: fetches run ahead into the next step."""
+    """Return the seconds of one step among many: fetches run ahead into the next step.
+
+    Args:
+        units: in the order of use.
+        schedule: their places.
+        copies: the cost of copies.
+    """
     if not copies.overlap:
         fetched = sum(copies.fetch_seconds([units[fetch.unit].bytes for fetch in schedule.fetches]))
         return sum(unit.seconds for unit in units) + fetched

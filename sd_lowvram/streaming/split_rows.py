@@ -19,8 +19,17 @@ Part = tuple[tuple[int, int], contextlib.AbstractContextManager[Any]]
 
 
 def run_in_parts(module: nn.Module, parts: Iterable[Part], original: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """``original(*inputs)`` of a Linear (..., outputs), a Conv2d (N, outputs, H, W) or a Conv3d (N, outputs, frames, H,
-    W), a part of the outputs at a time."""
+    """Compute ``original(*inputs)`` a part of the outputs at a time.
+
+    Args:
+        module: a Linear (..., outputs), a Conv2d (N, outputs, H, W) or a Conv3d (N, outputs, frames, H, W).
+        parts: rows of each part, with the context in which its weights are on the device.
+        original: the module's forward.
+        inputs: its arguments.
+
+    Returns:
+        The whole output.
+    """
     dims = 3 if isinstance(module, nn.Conv3d) else 2 if isinstance(module, nn.Conv2d) else 0
     outputs = getattr(module, "out_channels" if dims else "out_features")
     out: Tensor | None = None

@@ -71,8 +71,11 @@ def timing_of(
 
     Args:
         component: the model's name.
+        model: the model.
         spans: their work, as traced with all weights on the device.
+        rates: rates of the device.
         size: bytes of an element.
+        copies: the cost of copies.
     """
     layers = {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
     launched = [span.operators + (LAYER_LAUNCHES if span.path in layers else 0.0) for span in spans]
@@ -83,7 +86,7 @@ def timing_of(
 
 
 def sort_by_timing(layers: Sequence[Layer], timing: StepTiming) -> list[Layer]:
-    """``layers`` as a step uses them; one that is not seen to be used stays behind the one before it."""
+    """Sort ``layers`` as a step uses them; a layer that the step does not use follows its predecessor."""
     owners = {layer.name: [number] for number, layer in enumerate(layers)}
     first: dict[str, None] = {}
     for path, _ in timing.spans:
@@ -102,9 +105,13 @@ def sort_as_called(layers: Sequence[Layer], called: Sequence[str]) -> list[Layer
 
 
 def schedule_units(blocks: Sequence[Block], timing: StepTiming) -> list[WeightGroup]:
-    """The units of a schedule for ``blocks``, which are in the order of the run.
+    """Return the units of a schedule for ``blocks``, which are in the order of the run.
 
-    What needs no streamed weights counts for the block that was used last.
+    Modules without streamed weights count as part of the block that was used before.
+
+    Args:
+        blocks: in the order of the run.
+        timing: times of a step's modules.
     """
     owners: dict[str, list[int]] = {}
     for number, block in enumerate(blocks):

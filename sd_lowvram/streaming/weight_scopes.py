@@ -40,7 +40,7 @@ _state = _ThreadScopes()
 
 @contextlib.contextmanager
 def hold_weights() -> Iterator[None]:
-    """Keep weights lent across calls until the outermost of these blocks exits."""
+    """Keep weights on the device across calls until the outermost block exits."""
     if _state.kept is not None:
         yield
         return
@@ -74,6 +74,14 @@ def release_after_repeats(owner: object, number: int, release: Callable[[int], N
 
     Return False if there is none, or if this was requested before. ``owner`` is identified by its id and must outlive
     the block.
+
+    Args:
+        owner: who requests it, identified by its id; it must outlive the block.
+        number: argument of ``release``.
+        release: function to call.
+
+    Returns:
+        False if there is no such block, or if this was requested before.
     """
     block = _state.together
     if block is None or (id(owner), number) in block.known:
@@ -98,12 +106,12 @@ def lend_per_call(rows: tuple[int, int] | None = None) -> Iterator[None]:
 
 
 def present_rows() -> slice:
-    """The rows of its whole weight that a layer has now."""
+    """Return the rows of its whole weight that a layer has now."""
     return slice(*_state.rows) if _state.rows is not None else slice(None)
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
-    """End the lending of these tensors by :func:`hold_weights`, because they are evicted."""
+    """End the lending of evicted tensors by :func:`hold_weights`."""
     lent_weights, wanted = _state.kept or {}, set(map(id, tensors))
     for key in [key for key in reversed(lent_weights) if key[0] in wanted]:
         lent_weights.pop(key)[2].close()
@@ -111,9 +119,12 @@ def give_back(tensors: Iterable[Tensor]) -> None:
 
 @contextlib.contextmanager
 def lend_to_call(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
-    """Replace each tensor's contents by ``convert`` of them within the block, for longer inside :func:`hold_weights`.
+    """Replace the contents of tensors within the block, or longer inside :func:`hold_weights`.
 
-    ``convert`` is identified by its id: pass the same function for every call of a layer.
+    Args:
+        tensors: weights of the layer that is called.
+        convert: function from their contents to the temporary ones. It is identified by its id: pass the same function
+            for every call of a layer.
     """
     if _state.kept is None:
         with lent(tensors, convert):

@@ -18,8 +18,9 @@ SCORE_BYTES = 32 << 20
 
 
 class AttentionFunction(Protocol):
-    """``softmax(q k^T * scale + mask) v`` of q (batch, heads, queries, width), k (batch, heads, keys, width) and v
-    (batch, heads, keys, value width).
+    """Function that computes ``softmax(q k^T * scale + mask) v``.
+
+    Shapes: q (batch, heads, queries, width), k (batch, heads, keys, width), v (batch, heads, keys, value width).
 
     Args:
         mask: bool (True attends) or additive, broadcastable to (batch, heads, queries, keys).
