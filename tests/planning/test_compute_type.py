@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import todays
@@ -15,7 +16,6 @@ from manual_cast import manual_cast
 from safetensors.torch import load_file, save_file
 
 from sd_lowvram import Fidelity, Settings, attached
-from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import ConflictError
 from sd_lowvram.hooks.offers import Target
@@ -36,7 +36,7 @@ SIZE = 192
 
 
 def unet(stored: torch.dtype, computes: torch.dtype = torch.float32) -> tuple[Any, Anatomy]:
-    made = build_components(tiny.config("sd15"), only=("unet",))["unet"]
+    made = families.parts("sd15")["unet"]
     manual_cast(made, stored)
     return made, dataclasses.replace(anatomy_of(made), computes={"unet": computes})
 
@@ -46,7 +46,6 @@ def planned(anatomy: Anatomy, settings: Settings, vram: int = 1 << 30) -> Plan:
     return make_plan(anatomy, request, settings)
 
 
-@pytest.mark.slow(8)
 @pytest.mark.parametrize("stored", STORED[:2], ids=str)
 def test_activations_are_planned_in_the_type_that_is_computed(stored: torch.dtype) -> None:
     model, anatomy = unet(stored)
@@ -82,7 +81,7 @@ def test_fidelity_is_against_what_the_host_computes(stored: torch.dtype) -> None
 
 
 def test_layers_that_diffusers_casts_are_refused() -> None:
-    model = build_components(tiny.config("sd15"), only=("unet",))["unet"]
+    model = families.parts("sd15")["unet"]
     model.enable_layerwise_casting(storage_dtype=FP8, compute_dtype=torch.float32)
     with pytest.raises(ConflictError, match=r"enable_layerwise_casting.*weight_storage='fp8'"):
         anatomy_of(model)
@@ -122,8 +121,8 @@ def test_weights_that_the_host_moves_are_there_once(tmp_path: Path) -> None:
     [
         (todays.flux, torch.float32, {None, "bf16"}),
         (todays.flux, torch.bfloat16, set()),
-        (functools.partial(tiny.pipeline, "sd15"), torch.float32, {None, "fp16"}),
-        (functools.partial(tiny.pipeline, "sd15"), torch.float16, set()),
+        (functools.partial(families.plain, "sd15"), torch.float32, {None, "fp16"}),
+        (functools.partial(families.plain, "sd15"), torch.float16, set()),
     ],
 )
 def test_no_plan_takes_fp16_for_what_was_made_for_bf16(pipe: Any, loaded: torch.dtype, offered_types: Any) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import families
 import pytest
-import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from test_search import request
 
 from sd_lowvram import Settings
-from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import BudgetError
-from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.max_size import RATIOS, largest, largest_plans
 from sd_lowvram.planning.search import make_plan
+from sd_lowvram.session import anatomy_of
 from sd_lowvram.units import MIB
 
 
@@ -39,7 +38,7 @@ def test_where_nothing_tells_how_much() -> None:
 
 @pytest.mark.slow(10)
 def test_the_next_larger_size_does_not_fit() -> None:
-    anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), device="meta", only=("unet",)))
+    anatomy = anatomy_of(families.parts("sd15")["unet"])
     asked = request(3 * MIB)
     plans: Any = largest_plans(anatomy, asked, Settings())
     assert set(plans) == set(RATIOS)

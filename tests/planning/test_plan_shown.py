@@ -8,8 +8,8 @@ import json
 import pickle
 import re
 
+import families
 import pytest
-import tiny
 from rich.console import Console
 
 import sd_lowvram
@@ -20,7 +20,7 @@ from sd_lowvram.units import format_size
 
 @pytest.fixture(scope="module")
 def plan() -> sd_lowvram.Plan:
-    return sd_lowvram.plan(tiny.pipeline("sd15"), vram="64MB", width=64, height=64, device="cpu")
+    return sd_lowvram.plan(families.plain("sd15"), vram="64MB", width=64, height=64, device="cpu")
 
 
 def test_repr_is_one_line_with_size_peak_budget_time_and_fidelity(plan: sd_lowvram.Plan) -> None:
@@ -53,7 +53,7 @@ def test_a_notebook_shows_a_bar_for_each_stage(plan: sd_lowvram.Plan) -> None:
 def test_reasons_are_sentences_that_json_gives_with_their_values(plan: sd_lowvram.Plan) -> None:
     """Users print them; programs read kinds and values, from which the same sentences come again."""
     settings = sd_lowvram.Settings(offload="layer", vae_tiles="exact")
-    slow = sd_lowvram.plan(tiny.pipeline("sd15"), vram="64MB", width=64, height=64, device="cpu", settings=settings)
+    slow = sd_lowvram.plan(families.plain("sd15"), vram="64MB", width=64, height=64, device="cpu", settings=settings)
     for one in (plan, slow):
         told = json.loads(json.dumps(one.as_dict()))
         assert "\n".join(one.reasons).splitlines() == told["reasons"] == list(one.reasons)
