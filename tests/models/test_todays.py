@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +79,32 @@ CASES = {
 }
 
 
+PIPES: dict[str, Any] = {}
+
+
+def loaded(name: str) -> Any:
+    """The family's pipeline, one for all tests."""
+    if name not in PIPES:
+        PIPES[name] = CASES[name].make()
+    return PIPES[name]
+
+
+@functools.cache
+def plain(name: str) -> Tensor:
+    return todays.picture(loaded(name))
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Each test leaves the pipelines that were loaded as they came."""
+    yield
+    for pipe in PIPES.values():
+        sd_lowvram.restore(pipe)
+
+
 @pytest.fixture(params=list(CASES))
-def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def least_of(pipe: Any) -> int:
@@ -95,9 +118,9 @@ def least_of(pipe: Any) -> int:
     return about
 
 
-def test_every_budget_makes_the_same_picture_in_the_memory_that_was_planned(case: Case) -> None:
-    pipe = case.make()
-    expected, read = todays.picture(pipe), [look(getattr(pipe, name)) for name, look in case.reads.items()]
+def test_every_budget_makes_the_same_picture_in_the_memory_that_was_planned(name: str) -> None:
+    case, pipe, expected = CASES[name], loaded(name), plain(name)
+    read = [look(getattr(pipe, part)) for part, look in case.reads.items()]
     plenty = sd_lowvram.plan(pipe, vram="1GB", **ASKED)
     assert [stage.component for stage in plenty.stages] == [*case.reads, "transformer", "vae"]
     assert (plenty.request.passes, plenty.request.calls) == (case.passes, case.calls)
@@ -118,16 +141,25 @@ def test_every_budget_makes_the_same_picture_in_the_memory_that_was_planned(case
     assert torch.equal(todays.picture(pipe), expected) and "forward" not in vars(pipe.transformer)
 
 
+@pytest.fixture
+def models(name: str) -> Iterator[dict[str, Any]]:
+    """The models of the pipeline, which has all of them again when the test ends."""
+    pipe = loaded(name)
+    found = {part: getattr(pipe, part) for part in (*CASES[name].reads, "transformer", "vae")}
+    yield found
+    sd_lowvram.restore(pipe)
+    share(pipe, found, tuple(found))
+
+
 def share(pipe: Any, models: dict[str, Any], names: tuple[str, ...]) -> Any:
     """``pipe`` with these of its models alone."""
     pipe.register_modules(**{name: part if name in names else None for name, part in models.items()})
     return pipe
 
 
-def test_every_share_of_a_pipelines_models_has_its_stages(case: Case) -> None:
-    pipe = case.make()
+def test_every_share_of_a_pipelines_models_has_its_stages(name: str, models: dict[str, Any]) -> None:
+    pipe = loaded(name)
     family = anatomy_of(pipe).family
-    models = {name: getattr(pipe, name) for name in (*case.reads, "transformer", "vae")}
     shares = (names for count in range(1, len(models) + 1) for names in itertools.combinations(models, count))
     for names in shares:
         anatomy = anatomy_of(share(pipe, models, names))
@@ -135,13 +167,12 @@ def test_every_share_of_a_pipelines_models_has_its_stages(case: Case) -> None:
         assert anatomy.family is family or names == ("vae",)
 
 
-def test_the_stages_of_a_script_run_each_within_its_plan(case: Case) -> None:
+def test_the_stages_of_a_script_run_each_within_its_plan(name: str, models: dict[str, Any]) -> None:
     """Prompts by the text encoders alone, then latents by the transformer alone: that of FLUX.2 asks its autoencoder
     for their scale."""
-    pipe = case.make()
-    models = {name: getattr(pipe, name) for name in (*case.reads, "transformer", "vae")}
+    pipe, reads = loaded(name), CASES[name].reads
     latents = todays.picture(pipe, output_type="latent")
-    read = {name: look(models[name]) for name, look in case.reads.items()}
+    read = {part: look(models[part]) for part, look in reads.items()}
 
     def within(*names: str) -> Any:
         first = sd_lowvram.plan(share(pipe, models, names), vram="1GB", **ASKED)
@@ -153,38 +184,45 @@ def test_the_stages_of_a_script_run_each_within_its_plan(case: Case) -> None:
         assert todays.within(plan, run) and attachments(pipe)[0].plan is plan
         sd_lowvram.restore(pipe)
 
-    for _ in within(*case.reads):
-        assert all(torch.equal(look(models[name]), read[name]) for name, look in case.reads.items())
+    for _ in within(*reads):
+        assert all(torch.equal(look(models[part]), read[part]) for part, look in reads.items())
     for plan in within("transformer", *(["vae"] if hasattr(models["vae"], "bn") else [])):
         assert todays.agrees(plan, todays.picture(pipe, output_type="latent"), latents)
     with pytest.raises(BudgetError, match=r"^64 KiB.*text_encoder\w*.*Give"):
-        sd_lowvram.plan(share(pipe, models, tuple(case.reads)), vram="64KiB", device="cpu")
+        sd_lowvram.plan(share(pipe, models, tuple(reads)), vram="64KiB", device="cpu")
 
 
-def test_a_larger_picture_is_planned_anew_before_its_first_step_or_refused_there(case: Case) -> None:
-    pipe = case.make()
+FIXED = sd_lowvram.Settings.policy("diffusers-default")
+"""All knobs, so that of each size that comes one way alone is traced."""
+
+
+def test_a_larger_picture_is_planned_anew_before_its_first_step_or_refused_there(name: str) -> None:
+    pipe = loaded(name)
     expected = todays.picture(pipe, 160, 128)
-    sd_lowvram.optimize(pipe, vram="1GB", **ASKED)
+    plan = sd_lowvram.optimize(pipe, vram="1GB", settings=FIXED, **ASKED)
     sizes: list[int] = []
-    step = pipe.scheduler.step
-    pipe.scheduler.step = lambda *given, **more: (
-        sizes.append(attachments(pipe)[0].plan.request.width) or step(*given, **more)  # type: ignore[func-returns-value]
-    )
-    assert torch.equal(todays.picture(pipe, 160, 128), expected)
+    with pytest.MonkeyPatch.context() as patched:
+        step = pipe.scheduler.step
+        patched.setattr(
+            pipe.scheduler, "step",
+            lambda *given, **more: sizes.append(attachments(pipe)[0].plan.request.width) or step(*given, **more),
+        )  # fmt: skip
+        assert torch.equal(todays.picture(pipe, 160, 128), expected)
     assert sizes == [160, 160] and attachments(pipe)[0].plan.request.height == 128
     sd_lowvram.restore(pipe)
-    least = least_of(pipe)
-    sd_lowvram.optimize(pipe, vram=f"{least} B", **ASKED)
+    sd_lowvram.optimize(pipe, vram=f"{plan.minimum_vram_bytes} B", settings=FIXED, **ASKED)
     with pytest.MonkeyPatch.context() as patched, pytest.raises(BudgetError, match="1024x1024"):
         patched.setattr(pipe.scheduler, "step", None)
         todays.picture(pipe, 1024, 1024)
     assert todays.picture(pipe).shape == (1, 3, todays.SIZE, todays.SIZE)
 
 
-def test_a_lora_acts_whether_it_is_loaded_before_or_after_the_plan(case: Case) -> None:
+@pytest.mark.parametrize("name", ["flux", "z-image"])
+def test_a_lora_acts_whether_it_is_loaded_before_or_after_the_plan(name: str) -> None:
+    """Under streaming; under chunks, in every family: tests/hooks/test_joint_chunks.py."""
     from peft import LoraConfig
 
-    pipe = case.make()
+    pipe = CASES[name].make()
     plain, least = todays.picture(pipe), least_of(pipe)
     lora = LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_v"], init_lora_weights=False)
     torch.manual_seed(9)
@@ -207,9 +245,8 @@ def test_a_lora_acts_whether_it_is_loaded_before_or_after_the_plan(case: Case) -
 
 def test_sd3s_table_of_positions_stays_in_host_memory() -> None:
     """Only the part that is cut from it comes to the device."""
-    pipe = todays.sd3()
+    pipe, expected = loaded("sd3"), plain("sd3")
     table = pipe.transformer.pos_embed.pos_embed
-    expected = todays.picture(pipe)
     whole = sum(tensor.nbytes for tensor in pipe.transformer.parameters())  # it is a buffer
     for way in ("component", "halves", "blocks", "layer"):
         plan = sd_lowvram.optimize(pipe, vram="1GB", settings=sd_lowvram.Settings(offload=way), **ASKED)
@@ -222,7 +259,7 @@ def test_sd3s_table_of_positions_stays_in_host_memory() -> None:
 
 
 def test_sd3_guides_by_skipped_layers_too() -> None:
-    pipe = todays.sd3()
+    pipe = loaded("sd3")
     skips: dict[str, Any] = {"skip_guidance_layers": [1, 2], "skip_layer_guidance_stop": 0.9, "steps": 4}
     expected = todays.picture(pipe, **skips)
     assert not torch.equal(expected, todays.picture(pipe, steps=4))
@@ -234,11 +271,11 @@ def test_sd3_guides_by_skipped_layers_too() -> None:
 
 
 def test_runs_without_guidance_are_planned_for_fewer_rows_or_calls_and_anew_where_guidance_comes() -> None:
-    pipe = todays.z_image()
+    pipe = loaded("z-image")
     guided, plain = (sd_lowvram.plan(pipe, vram="4GB", guided=guides, **ASKED) for guides in (True, False))
     held = [next(one.activation_bytes for one in each.stages if one.name == "denoise") for each in (guided, plain)]
     assert (guided.request.passes, plain.request.passes) == (2, 1) and held[1] < 0.75 * held[0]
-    assert sd_lowvram.plan(todays.chroma(), guided=False, **ASKED).request.calls == 1
+    assert sd_lowvram.plan(loaded("chroma"), guided=False, **ASKED).request.calls == 1
     expected = todays.picture(pipe, guidance_scale=5.0)
     plan = sd_lowvram.optimize(pipe, vram="4GB", guided=False, **ASKED)
     todays.picture(pipe, **todays.prompts(pipe, guided=False))
@@ -249,7 +286,7 @@ def test_runs_without_guidance_are_planned_for_fewer_rows_or_calls_and_anew_wher
 
 
 def test_z_image_guides_above_0_and_stops_on_the_way() -> None:
-    pipe = todays.z_image()
+    pipe = loaded("z-image")
     rows: list[int] = []
     call = pipe.transformer.forward
     ways: list[tuple[dict[str, Any], list[int]]] = [
@@ -304,19 +341,18 @@ def test_pictures_that_klein_looks_at_are_planned_before_its_first_step() -> Non
     """They are joined to the latents as more tokens."""
     from PIL import Image
 
-    pipe = todays.klein()
+    pipe = loaded("klein")
     seen = Image.fromarray((SEEN[0].permute(1, 2, 0) * 255).byte().numpy())
     seen = seen.resize((128, 128))  # smaller ones are refused by the pipeline
     expected = todays.picture(pipe, image=seen)
-    assert not torch.equal(expected, todays.picture(pipe))
-    plan = sd_lowvram.optimize(pipe, vram="1GB", **ASKED)
+    assert not torch.equal(expected, plain("klein"))
+    plan = sd_lowvram.optimize(pipe, vram="1GB", settings=FIXED, **ASKED)
     with sd_lowvram.measured(pipe) as run:
         assert torch.equal(todays.picture(pipe, image=seen), expected)
     anew = attachments(pipe)[0].plan
     assert anew is not plan and todays.within(anew, run)
     sd_lowvram.restore(pipe)
-    least = least_of(pipe)
-    sd_lowvram.optimize(pipe, vram=f"{least} B", **ASKED)
+    sd_lowvram.optimize(pipe, vram=f"{plan.minimum_vram_bytes} B", settings=FIXED, **ASKED)
     seen = seen.resize((512, 512))  # the text encoder has the peak of less
     with pytest.MonkeyPatch.context() as patched, pytest.raises(BudgetError):
         patched.setattr(pipe.scheduler, "step", None)
