@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sd_lowvram import progress
 from sd_lowvram.devices.info import default_device
-from sd_lowvram.devices.pairs import compared
+from sd_lowvram.devices.pairs import compare
 from sd_lowvram.hooks.packed_weights import packable
 from sd_lowvram.kernels import compiler
 from sd_lowvram.kernels.triton import support as triton
@@ -194,7 +194,7 @@ def _row(
         first = functools.partial(step, plain, given)
         if rung.knobs.keys() & _SECOND and rung.made != "kept":
             ours()
-        measured = compared(first, ours, pairs, device)
+        measured = compare(first, ours, pairs, device)
     return {"name": rung.name, **measured, "fidelity": str(rung.fidelity), "published": rung.published}
 
 

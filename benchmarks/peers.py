@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sd_lowvram.api import plan
-from sd_lowvram.devices.pairs import spread, timed
+from sd_lowvram.devices.pairs import spread, time_call
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.session import attached
 
@@ -85,7 +85,7 @@ def trial_run(name: str, size: int, steps: int) -> dict[str, Any]:
         _forget_peak()
         times = []
         for _ in range(_RUNS):
-            timing, drawn = timed(functools.partial(_picture, pipe, size, steps), torch.device("cpu"))
+            timing, drawn = time_call(functools.partial(_picture, pipe, size, steps), torch.device("cpu"))
             times.append(timing)
         highest = _resident("VmHWM")
         with measured(pipe) as run:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sd_lowvram import progress
 from sd_lowvram.checkpoints.architectures import autoencoder, build_components
 from sd_lowvram.demo import MODEL_PATH
-from sd_lowvram.devices.pairs import CallTime, spread, timed
+from sd_lowvram.devices.pairs import CallTime, spread, time_call
 from sd_lowvram.files.tables import table
 from sd_lowvram.session import attached
 from sd_lowvram.settings import Settings
@@ -91,7 +91,7 @@ def _timed(vae: Any, size: int, repeats: int) -> dict[str, Any]:
     for turn in rounds:
         for way in turn:
             with attached(vae, ways[way]):
-                times[way].append(timed(decode, latents.device)[0])
+                times[way].append(time_call(decode, latents.device)[0])
             done += 1
             progress.report(f"{size}x{size}", done, total)
     seconds = {way: [one.seconds for one in taken] for way, taken in times.items()}

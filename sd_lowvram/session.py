@@ -19,7 +19,7 @@ from .compat import is_compiling
 from .compat.private import not_compiled
 from .devices.support import device_of
 from .errors import BadInputError
-from .hooks.compiled import out_of_sight
+from .hooks.compiled import knobs_outside_graph
 from .hooks.offload import step_groups
 from .hooks.registry import active_hooks, applicable
 from .memory.pinned_buffers import PINNED_BUFFERS
@@ -95,7 +95,7 @@ class Attachment:
         self._undo.extend(set_patch(patch) for patch in patches)
 
     def _in_turn(self) -> Iterator[Patch]:
-        hidden = bool(out_of_sight(self.settings))
+        hidden = bool(knobs_outside_graph(self.settings))
         for group in step_groups(self.anatomy, self.anatomy.components):
             begin = functools.partial(begin_stage, self.device, self if self.anatomy.denoiser in group else None)
             for name, component in group.items():
@@ -149,7 +149,7 @@ class Attachment:
 
     def _uncompiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.runs_uncompiled is None:
-            names = ", ".join(out_of_sight(self.settings))
+            names = ", ".join(knobs_outside_graph(self.settings))
             self.runs_uncompiled = (
                 f"this model is compiled by torch.compile, and runs uncompiled: no compiler follows {names}"
             )

@@ -193,14 +193,14 @@ def test_code_of_another_user_in_the_users_own_folder_is_not_run(folder: Path, m
 
     monkeypatch.setattr(cache, "_is_own", is_own)
     monkeypatch.setattr(torch.jit, "load", lambda _: pytest.fail("it was run"))
-    compiler._of_the_cache.cache_clear()
+    compiler._make_private.cache_clear()
     cache._warn_of_owner.cache_clear()
     with pytest.warns(UserWarning, match=f"{file.name}: "):
         traced(tiny.tiniest().unet)
     with pytest.warns(UserWarning, match="code.py"), compiler.compiling():
         used = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert folder not in used.parents and stat.S_IMODE(used.stat().st_mode) == 0o700
-    compiler._of_the_cache.cache_clear()
+    compiler._make_private.cache_clear()
 
 
 def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: Any) -> None:

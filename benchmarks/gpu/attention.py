@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sd_lowvram import progress
 from sd_lowvram.devices.info import dtype_on
-from sd_lowvram.devices.pairs import figures, in_turn
+from sd_lowvram.devices.pairs import figures, time_alternately
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.files.tables import table
 from sd_lowvram.kernels.attention.backend import SCORE_BYTES
@@ -79,7 +79,7 @@ def _measured(backend: str, shape: tuple[int, int, int, int], device: torch.devi
     first = ours()
     with kernels_of("cpu" if device.type == "cpu" else "gpu"):
         traced = trace(function, q, k, v).activation_peak_bytes
-    (theirs, seconds), own = in_turn((beside, ours), _RUNS, device)
+    (theirs, seconds), own = time_alternately((beside, ours), _RUNS, device)
     sampled = torch.linspace(0, tokens - 1, min(_SAMPLED, tokens), device=device).long()
     exact = _exact(q[:, :, sampled], k, v)
     return {

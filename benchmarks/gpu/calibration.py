@@ -9,7 +9,7 @@ import torch
 
 from sd_lowvram.cache import remember
 from sd_lowvram.commands.examination import MEASURED
-from sd_lowvram.devices.this_machine import measured_here, place_of_measurement
+from sd_lowvram.devices.this_machine import place_of_measurement, stored_measurement
 from sd_lowvram.files.tables import table
 from sd_lowvram.kernels import compiler
 from sd_lowvram.kernels.triton import support
@@ -47,7 +47,7 @@ _NAMES = {"overhead": "what a context takes", "kernels": "gains of kernels in Tr
 def recall(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
     """Cache the values of ``rows`` for plans, if this machine has none: it may be new, with results of an equal one."""
     for row in rows:
-        if row.get("measured") and measured_here(row["what"], device) is None:
+        if row.get("measured") and stored_measurement(row["what"], device) is None:
             remember(place_of_measurement(row["what"], device), row["measured"])
 
 

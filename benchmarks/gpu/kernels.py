@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd_lowvram.devices.pairs import figures, in_turn
+from sd_lowvram.devices.pairs import figures, time_alternately
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.memory import measured_peak
 
@@ -72,7 +72,7 @@ def _beside(
     ours, theirs = functools.partial(kernel, *given), functools.partial(reference, *given)
     first = ours()
     error, torchs = _errors(reference, given, first, theirs())
-    (plain, own), share = in_turn((theirs, ours), _RUNS, device, warm_ups=2)
+    (plain, own), share = time_alternately((theirs, ours), _RUNS, device, warm_ups=2)
     return {
         "shape": list(given[0].shape),
         "error": error,

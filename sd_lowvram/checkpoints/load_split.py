@@ -221,7 +221,7 @@ def _text_encoder(config: Mapping[str, Any], held: dict[str, Any], names: set[st
     for name, tensor in held.items():
         inner = name.removeprefix("model.")
         tried = (name, name.removeprefix("text_model."), inner, f"model.{name}", f"model.language_model.{inner}")
-        candidate = next((name_ for name_ in tried if name_ in names), None)
+        candidate = next((candidate for candidate in tried if candidate in names), None)
         if candidate is not None:
             renamed[candidate] = tensor
     shared = "shared.weight"

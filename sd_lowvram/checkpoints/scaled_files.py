@@ -176,7 +176,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], scales: Scales, computes
     import torch
     from torch import nn
 
-    from ..kernels.scaled import EIGHT_BITS, ScaledLinear, widened
+    from ..kernels.scaled import EIGHT_BITS, ScaledLinear, widen_scaled
     from ..weights import is_gguf
 
     rest: dict[str, Tensor] = {}
@@ -197,7 +197,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], scales: Scales, computes
             above, _, called = path.rpartition(".")
             setattr(model.get_submodule(above), called, layer)
         else:  # tables, which are looked up, and what is no matrix
-            rest[name] = widened_gguf(tensor, computes) if blocks else widened(tensor, scale, computes)
+            rest[name] = widened_gguf(tensor, computes) if blocks else widen_scaled(tensor, scale, computes)
     result = model.load_state_dict(rest, strict=False, assign=True)
     return list(result.unexpected_keys)
 

@@ -43,7 +43,7 @@ def plain_weights(state: Mapping[str, Tensor], path: Path, dtype: torch.dtype | 
     """The weights of ``state``, those of the file at ``path``, as :func:`file_weights` gives them."""
     import torch
 
-    from ..kernels.scaled import widened
+    from ..kernels.scaled import widen_scaled
 
     names = usual_names(state)
     weights, scales = split_scales({names[name]: tensor for name, tensor in state.items()})
@@ -58,7 +58,7 @@ def plain_weights(state: Mapping[str, Tensor], path: Path, dtype: torch.dtype | 
                 "format that is not read here: get the file in fp16 or bf16"
             )
         shaped = scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, *rows)
-        weights[name] = widened(weight, shaped, torch.float32).to(dtype or torch.float32)
+        weights[name] = widen_scaled(weight, shaped, torch.float32).to(dtype or torch.float32)
     narrow = next((name for name, weight in weights.items() if weight.dtype in (torch.int8, torch.uint8)), None)
     if narrow is not None and narrow.startswith((UNET, VAE, "cond_stage_model.", "conditioner.")):
         raise CheckpointError(f"{path} holds {narrow} in 8 bits without a scale: get the file in fp16 or bf16")

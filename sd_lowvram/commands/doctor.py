@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..devices.disk import described
+from ..devices.disk import describe_rate
 from ..errors import BadInputError
 from .exit_codes import exit_on_error
 from .values import check_given
@@ -72,7 +72,9 @@ def _show(found: dict[str, Any]) -> None:
     machine.add_row("RAM", f"{format_size(ram['free'])} of {format_size(ram['total'])} free")
     disk = found["disk"]
     rate = (
-        "not measured: this system has no reads without its cache" if disk["rate"] is None else described(disk["rate"])
+        "not measured: this system has no reads without its cache"
+        if disk["rate"] is None
+        else describe_rate(disk["rate"])
     )
     machine.add_row("disk", f"{rate}, of {disk['path']}")
     machine.add_row("torch", found["torch"])

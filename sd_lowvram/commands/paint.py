@@ -358,11 +358,11 @@ def _after_step(
 
 def kernels_so_far(pipe: Any, before: dict[str, int]) -> dict[str, int]:
     """Number of runs of each attention kernel, counted by the hook; ``before``: of an earlier part of the run."""
-    from ..hooks.attention import kernels_that_ran
+    from ..hooks.attention import kernel_counts
     from ..session import attachments
 
     sites = {site.module: site for attachment in attachments(pipe) for site in attachment.anatomy.attentions}
-    return dict(Counter(before) + kernels_that_ran(sites.values()))
+    return dict(Counter(before) + kernel_counts(sites.values()))
 
 
 def parameters(job: Job, pipe: Any, plan: Any, kernels: dict[str, int] | None = None) -> dict[str, Any]:

@@ -177,25 +177,25 @@ def _convolution(
     width: int = 0,
 ) -> _Layer:
     """A convolution of a square map, or of one that is ``side`` high and ``width`` wide."""
-    image = _filled(pictures, channels, side, width or side, device=device).to(dtype, memory_format=layout)
-    kernel = _filled(channels, channels, 3, 3, device=device).to(dtype, memory_format=layout)
+    image = _filled_tensor(pictures, channels, side, width or side, device=device).to(dtype, memory_format=layout)
+    kernel = _filled_tensor(channels, channels, 3, 3, device=device).to(dtype, memory_format=layout)
     flops = 2 * image.numel() * channels * 9
     return lambda: functional.conv2d(image, kernel, padding=1), flops, kernel.nbytes
 
 
 def _linear(tokens: int, inside: int, outside: int, device: torch.device, dtype: torch.dtype) -> _Layer:
-    rows = _filled(tokens, inside, device=device).to(dtype)
-    weight = _filled(outside, inside, device=device).to(dtype)
+    rows = _filled_tensor(tokens, inside, device=device).to(dtype)
+    weight = _filled_tensor(outside, inside, device=device).to(dtype)
     return lambda: functional.linear(rows, weight), 2 * rows.numel() * outside, weight.nbytes
 
 
 def _attention(tokens: int, device: torch.device, dtype: torch.dtype, width: int = 40) -> _Layer:
-    query = _filled(_DOUBLED, 8, tokens, width, device=device).to(dtype)
+    query = _filled_tensor(_DOUBLED, 8, tokens, width, device=device).to(dtype)
     attend = functional.scaled_dot_product_attention
     return lambda: attend(query, query, query), 4 * query.numel() * tokens, 0
 
 
-def _filled(*shape: int, device: torch.device) -> Tensor:
+def _filled_tensor(*shape: int, device: torch.device) -> Tensor:
     """Numbers to compute with. A CPU takes as long for any, and longer to draw them than to use them; a GPU's clock
     follows the power that they take, and ones take little."""
     if device.type == "cpu":
@@ -237,10 +237,10 @@ def reading_rates(device: torch.device) -> tuple[float, float]:
     except OSError:
         return Rates.reading, Rates.reordering
     kernels = torch.frombuffer(mapped, dtype=torch.float16).view(-1, *_KERNELS)
-    return _copied(kernels, device), _copied(kernels.permute(0, 2, 3, 1), device)
+    return _copy_rate(kernels, device), _copy_rate(kernels.permute(0, 2, 3, 1), device)
 
 
-def _copied(kernels: Tensor, device: torch.device) -> float:
+def _copy_rate(kernels: Tensor, device: torch.device) -> float:
     """Bytes a second of ``kernels`` into a chunk that is as contiguous as the ring, piece by piece."""
     pieces = kernels.chunk(8)
     chunk = torch.empty_like(pieces[0], memory_format=torch.contiguous_format, pin_memory=device.type == "cuda")
@@ -335,7 +335,7 @@ def _has_room(channels: int, side: int, device: torch.device) -> bool:
 def _workspace(channels: int, height: int, width: int, pictures: int, device: torch.device) -> tuple[int, int]:
     """Bytes that a convolution asks torch for beyond its own tensors, and bytes that it reads and writes."""
     run, _, weight_bytes = _convolution(channels, height, device, torch.float16, pictures, torch.channels_last, width)
-    space, own = _beside(run, device)
+    space, own = _extra_bytes(run, device)
     return space, 2 * own + weight_bytes
 
 
@@ -349,12 +349,12 @@ def _attention_share(device: torch.device) -> float | None:
                 for tokens in (queries, keys)
             )
             with only_kernel("cudnn"):
-                space, own = _beside(functools.partial(functional.scaled_dot_product_attention, q, k, k), device)
+                space, own = _extra_bytes(functools.partial(functional.scaled_dot_product_attention, q, k, k), device)
             shares.append(space / (q.nbytes + 2 * k.nbytes + own))
     return max(shares, default=None)
 
 
-def _beside(run: Callable[[], object], device: torch.device) -> tuple[int, int]:
+def _extra_bytes(run: Callable[[], object], device: torch.device) -> tuple[int, int]:
     """Bytes that ``run`` asks torch for beyond its output, and bytes of that."""
     run()
     torch.cuda.synchronize(device)

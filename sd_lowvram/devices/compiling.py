@@ -9,7 +9,7 @@ import torch
 
 from ..cache import remember
 from .performance import THIS, Rates
-from .this_machine import measured_here, place_of_measurement
+from .this_machine import place_of_measurement, stored_measurement
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Compiling:
     first_seconds: float
     again_seconds: float
 
-    def warm_up(self, kinds: int, known: bool) -> float:
+    def warm_up(self, kinds: int, again: bool) -> float:
         """Seconds that a first run takes longer."""
-        return kinds * (self.again_seconds if known else self.first_seconds)
+        return kinds * (self.again_seconds if again else self.first_seconds)
 
 
 _PUBLISHED = {"h100": Compiling(66.0 / 54.5, first_seconds=4.0, again_seconds=1.0)}
@@ -43,8 +43,12 @@ def compiling_of(rates: Rates, device: torch.device) -> Compiling | None:
     """
     if rates.name != THIS:
         return _PUBLISHED.get(rates.name)
-    known = measured_here("compile", device) or {}
-    return Compiling(**known) if known.keys() == {field.name for field in dataclasses.fields(Compiling)} else None
+    measurement = stored_measurement("compile", device) or {}
+    return (
+        Compiling(**measurement)
+        if measurement.keys() == {field.name for field in dataclasses.fields(Compiling)}
+        else None
+    )
 
 
 def remember_compiling(device: torch.device, measured: Compiling) -> None:

@@ -39,11 +39,11 @@ def parse_disk(text: str, what: str = "--disk") -> float:
     return rate
 
 
-def described(rate: float) -> str:
+def describe_rate(rate: float) -> str:
     """A disk by its bytes a second, for people."""
     named = {"nvme": "NVMe", "sata": "SATA", "hdd": "a hard disk"}
     plain = f"{rate / 1e9:.2g} GB/s"
-    return next((f"{named[name]} ({plain})" for name, known in DISKS.items() if known == rate), f"a disk of {plain}")
+    return next((f"{named[name]} ({plain})" for name, disk in DISKS.items() if disk == rate), f"a disk of {plain}")
 
 
 def disk_rate(path: Path, again: bool = False) -> float | None:
@@ -60,12 +60,12 @@ def disk_rate(path: Path, again: bool = False) -> float | None:
         return None
     folder = cache_folder()
     where = folder / f"disk-{device:x}.json" if folder else None
-    known = None if again else remembered(where)
-    if not isinstance(known, float):
-        known = measured_rate(path)
-        if known is not None:
-            remember(where, known)
-    return known
+    rate = None if again else remembered(where)
+    if not isinstance(rate, float):
+        rate = measured_rate(path)
+        if rate is not None:
+            remember(where, rate)
+    return rate
 
 
 def measured_rate(path: Path) -> float | None:
@@ -75,9 +75,9 @@ def measured_rate(path: Path) -> float | None:
     if not hasattr(os, "O_DIRECT"):
         return None
     with contextlib.suppress(OSError):
-        found = max(_files(path), key=lambda file: file.stat().st_size, default=None)
-        if found is not None and found.stat().st_size >= _LEAST:
-            return _read(found)
+        largest = max(_files(path), key=lambda file: file.stat().st_size, default=None)
+        if largest is not None and largest.stat().st_size >= _LEAST:
+            return _read(largest)
         with tempfile.NamedTemporaryFile(dir=path if path.is_dir() else path.parent) as file:
             file.write(os.urandom(_LEAST))
             file.flush()
@@ -106,22 +106,22 @@ def _read(file: Path) -> float | None:
         size = os.fstat(opened).st_size // _CHUNK * _CHUNK
         count = min(size, _READ) // _CHUNK
         with mmap.mmap(-1, _CHUNK) as room:  # whole pages, as reads past the cache ask for
-            before, start, read = _from_disk(), time.perf_counter(), 0
+            before, start, read = _bytes_read(), time.perf_counter(), 0
             for number in range(count):
                 read += os.preadv(opened, [room], number * (size // count) // _CHUNK * _CHUNK)
                 if time.perf_counter() - start > _SECONDS:
                     break
             seconds = time.perf_counter() - start
-        return read / seconds if _from_disk() - before >= read // 2 > 0 else None
+        return read / seconds if _bytes_read() - before >= read // 2 > 0 else None
     finally:
         os.close(opened)
 
 
-def _from_disk() -> int:
+def _bytes_read() -> int:
     """Bytes that this process has had read from disks so far.
 
     Raises:
         OSError: the system does not tell.
     """
-    told = dict(line.split(": ") for line in _IO.read_text(encoding="utf-8").splitlines())
-    return int(told["read_bytes"])
+    counters = dict(line.split(": ") for line in _IO.read_text(encoding="utf-8").splitlines())
+    return int(counters["read_bytes"])

@@ -204,13 +204,13 @@ def gpus() -> list[Gpu]:
 
     if not torch.cuda.is_available():
         return []
-    found = []
+    cards = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = device_memory(torch.device("cuda", index))
         capability = (properties.major, properties.minor)
-        found.append(Gpu(properties.name, memory, driver_version(), capability, spills_to_host()))
-    return found
+        cards.append(Gpu(properties.name, memory, driver_version(), capability, spills_to_host()))
+    return cards
 
 
 def spills_to_host(system: str = sys.platform, release: str | None = None) -> bool:
@@ -246,7 +246,7 @@ def _machine_memory() -> Memory:
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
     """(limit, bytes in use that cannot be given back) of every control group above this process."""
-    found = []
+    limits = []
     for folder in _cgroup_folders(root):
         for limit, used, cache in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -255,8 +255,8 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
             bound = _number(folder / limit)
             if bound is not None and bound < _UNLIMITED:
                 in_use = (_number(folder / used) or 0) - _table(folder / "memory.stat").get(cache, 0)
-                found.append((bound, max(in_use, 0)))
-    return found
+                limits.append((bound, max(in_use, 0)))
+    return limits
 
 
 def _cgroup_folders(root: Path) -> list[Path]:

@@ -45,7 +45,7 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def timed(call: Call, device: torch.device) -> tuple[CallTime, Any]:
+def time_call(call: Call, device: torch.device) -> tuple[CallTime, Any]:
     """Duration of ``call``, and its result."""
     start, processor = now(device), time.thread_time()
     result = call()
@@ -53,13 +53,13 @@ def timed(call: Call, device: torch.device) -> tuple[CallTime, Any]:
     return CallTime(seconds, min(1.0, processor / max(seconds, 1e-9)) if device.type == "cpu" else 1.0), result
 
 
-def in_turn(ways: Sequence[Call], rounds: int, device: torch.device, warm_ups: int = 1) -> PairedTimes:
+def time_alternately(ways: Sequence[Call], rounds: int, device: torch.device, warm_ups: int = 1) -> PairedTimes:
     """Time ``ways``, each once a round; every other round begins with the last. ``warm_ups`` rounds do not count."""
     seconds: list[list[float]] = [[] for _ in ways]
     own = whole = 0.0
     for number in range(-warm_ups, rounds):
         for way in sorted(range(len(ways)), reverse=number % 2 == 1):
-            timing, _ = timed(ways[way], device)
+            timing, _ = time_call(ways[way], device)
             if number >= 0:
                 seconds[way].append(timing.seconds)
                 whole += timing.seconds
@@ -78,7 +78,7 @@ def spread(values: Sequence[float]) -> float | None:
 def figures(plain: Sequence[float], ours: Sequence[float], own: float) -> dict[str, Any]:
     """Both sides' medians, ``plain_seconds`` and ``seconds``, and their ``ratio`` (above 1: ours is faster), each with
     its :func:`spread` (that of the ratio: of the pairs' ratios), and ``own``."""
-    pairs = [one / other for one, other in zip(plain, ours, strict=True)]
+    pairs = [other_way / other for other_way, other in zip(plain, ours, strict=True)]
     theirs, seconds = statistics.median(plain), statistics.median(ours)
     spreads = {"plain_spread": spread(plain), "spread": spread(ours), "ratio_spread": spread(pairs)}
     return {"plain_seconds": theirs, "seconds": seconds, "ratio": theirs / seconds, **spreads, "own": own}
@@ -86,11 +86,11 @@ def figures(plain: Sequence[float], ours: Sequence[float], own: float) -> dict[s
 
 def ratio(plain: Call, other: Call, device: torch.device, pairs: int = 9) -> float:
     """Seconds of ``plain`` over those of ``other``, on ``device``; two pairs go before those that count."""
-    (theirs, ours), own = in_turn((plain, other), pairs, device, warm_ups=2)
+    (theirs, ours), own = time_alternately((plain, other), pairs, device, warm_ups=2)
     return float(figures(theirs, ours, own)["ratio"])
 
 
-def compared(
+def compare(
     plain: Callable[[], Tensor], ours: Callable[[], Tensor], pairs: int, device: torch.device
 ) -> dict[str, Any]:
     """:func:`figures` of both, the ``error`` relative to the plain result, and ``warm_up_seconds``: how much longer the
@@ -100,8 +100,8 @@ def compared(
         pairs: of calls that count; one of each goes before.
     """
     expected = plain()
-    first, found = timed(ours, device)
-    off = (found.double() - expected.double()).norm() / expected.double().norm()
-    (theirs, own), had = in_turn((plain, ours), pairs, device, warm_ups=0)
-    told = figures(theirs, own, had)
-    return {**told, "error": float(off), "warm_up_seconds": max(0.0, first.seconds - told["seconds"])}
+    first, result = time_call(ours, device)
+    off = (result.double() - expected.double()).norm() / expected.double().norm()
+    (theirs, own), had = time_alternately((plain, ours), pairs, device, warm_ups=0)
+    summary = figures(theirs, own, had)
+    return {**summary, "error": float(off), "warm_up_seconds": max(0.0, first.seconds - summary["seconds"])}

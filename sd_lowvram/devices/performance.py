@@ -183,7 +183,7 @@ def _card(
         copy_bandwidth=bus * _BUS_SHARE * 1e9,
         launch_seconds=launch_seconds,
         vram_bytes=int(vram * GIB),
-        source="; ".join(one for one in (_SPECIFICATION, more) if one),
+        source="; ".join(part for part in (_SPECIFICATION, more) if part),
         queued=True,
         processor_flops=PROCESSOR_FLOPS,
         bf16=bf16,
@@ -272,10 +272,10 @@ def profile(name: str) -> Rates:
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
     for maker in ("nvidia", "geforce", "amd", "radeon"):
         plain = plain.removeprefix(maker)
-    names = {known.replace("-", ""): known for known in PROFILES}
+    names = {profile_name.replace("-", ""): profile_name for profile_name in PROFILES}
     if plain in names:
         return PROFILES[names[plain]]
-    near = [names[one] for one in difflib.get_close_matches(plain, names, n=5)] or PROFILES
+    near = [names[match] for match in difflib.get_close_matches(plain, names, n=5)] or PROFILES
     raise BadInputError(
         f"--gpu {name[:60]!r} is unknown: give its maker's figures, --gpu {_EXAMPLE}, or choose one of "
         f"{', '.join(near)}"

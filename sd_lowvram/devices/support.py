@@ -91,25 +91,25 @@ def check_device_name(name: str, what: str = "device") -> None:
         )
 
 
-def device_of(given: torch.device | str | None, what: str = "device") -> torch.device:
+def device_of(requested: torch.device | str | None, what: str = "device") -> torch.device:
     """The device that a caller names; for None a GPU if there is one, else the CPU.
 
     Raises:
-        BadInputError: ``given`` is not a device, or torch cannot compute there.
+        BadInputError: ``requested`` is not a device, or torch cannot compute there.
     """
     import torch
 
-    if given is None:
+    if requested is None:
         return default_device()
-    if not isinstance(given, (str, torch.device)):
-        raise BadInputError(f'{what} {given!r} is not a device: give its name, "cuda:0" or "cpu" for example')
-    check_device_name(str(given), what)
-    device = torch.device(given)
+    if not isinstance(requested, (str, torch.device)):
+        raise BadInputError(f'{what} {requested!r} is not a device: give its name, "cuda:0" or "cpu" for example')
+    check_device_name(str(requested), what)
+    device = torch.device(requested)
     try:
         torch.zeros(1, device=device).cpu()  # which under fake tensors asks for no number
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
-        raise BadInputError(f"{what} {str(given)!r} cannot be used ({reason[:120]}): cpu always can") from error
+        raise BadInputError(f"{what} {str(requested)!r} cannot be used ({reason[:120]}): cpu always can") from error
     return device
 
 

@@ -67,18 +67,18 @@ RECORDED = "recorded passes"
 
 def kernel_gains(device: torch.device) -> dict[str, float]:
     """Speed-up of each of our kernels over torch's operators on ``device``; empty without ``doctor --calibrate``."""
-    return measured_here("kernels", device) or {}
+    return stored_measurement("kernels", device) or {}
 
 
 def remember_kernel_gains(device: torch.device, gains: dict[str, float]) -> None:
     remember(place_of_measurement("kernels", device), gains)
 
 
-def measured_here(what: str, device: torch.device) -> dict[str, Any] | None:
+def stored_measurement(what: str, device: torch.device) -> dict[str, Any] | None:
     """A measurement of ``device`` as it was remembered; None where there is none, or the device is not at hand."""
     here = device.type == "cpu" or torch.cuda.is_available()
-    known = remembered(place_of_measurement(what, device)) if here else None
-    return known if isinstance(known, dict) else None
+    stored = remembered(place_of_measurement(what, device)) if here else None
+    return stored if isinstance(stored, dict) else None
 
 
 def place_of_measurement(what: str, device: torch.device) -> Path | None:
@@ -89,9 +89,9 @@ def place_of_measurement(what: str, device: torch.device) -> Path | None:
 
 def _read(where: Path | None, kind: type[_Kind]) -> _Kind | None:
     """Cached measurement, if it has all fields of this version."""
-    known = remembered(where)
-    whole = isinstance(known, dict) and known.keys() == {field.name for field in dataclasses.fields(kind)}
-    return kind(**known) if whole else None
+    stored = remembered(where)
+    whole = isinstance(stored, dict) and stored.keys() == {field.name for field in dataclasses.fields(kind)}
+    return kind(**stored) if whole else None
 
 
 def _machine(device: torch.device) -> str:

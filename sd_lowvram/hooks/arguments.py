@@ -20,7 +20,7 @@ _OF_OPTIONS = "transformer_index"
 _A_CONDITION_EACH = ("cond_or_uncond", "uuids")
 
 
-def changed(
+def change_tensors(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     change: Callable[[Any], Any],
@@ -38,10 +38,10 @@ def changed(
         New positional and keyword arguments; those given are left as they are.
     """
 
-    def one(value: Any) -> Any:
+    def change_leaf(value: Any) -> Any:
         return change_options(value) if _is_options(value) else tree_map(change, value)
 
-    return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
+    return tuple(map(change_leaf, args)), {name: change_leaf(value) for name, value in kwargs.items()}
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -51,7 +51,7 @@ def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     )
 
 
-def last_are_there(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def holds_last_pictures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if the last pictures of a map among the arguments are still on the device."""
     return any(isinstance(leaf, OffloadedMap) and leaf.last_is_there() for leaf in _leaves(args, kwargs))
 
@@ -83,7 +83,7 @@ def are_watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
     ToMe, for example, draws once for all rows which tokens it merges."""
     patches = [value.get("patches") or {} for value in (*args, *kwargs.values()) if _is_options(value)]
-    return any(one.get(name) for one in patches for name in TOKEN_PATCHES)
+    return any(patch.get(name) for patch in patches for name in TOKEN_PATCHES)
 
 
 def part_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, number: int, parts: int) -> Arguments:
@@ -100,7 +100,7 @@ def part_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, number: i
     """
     start, stop = batch * number // parts, batch * (number + 1) // parts
     chosen = functools.partial(pictures, batch=batch, start=start, stop=stop)
-    return changed(args, kwargs, chosen, functools.partial(_options_of_part, chosen, number=number, parts=parts))
+    return change_tensors(args, kwargs, chosen, functools.partial(_options_of_part, chosen, number=number, parts=parts))
 
 
 def _options_of_part(chosen: Callable[[Any], Any], options: dict[str, Any], number: int, parts: int) -> dict[str, Any]:

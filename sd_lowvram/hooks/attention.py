@@ -29,8 +29,8 @@ from ..devices.info import dtype_on
 from ..devices.this_machine import knows_cudnn_attention
 from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
-from ..kernels.attention.choice import choose_backend, unasked
-from ..kernels.attention.problem import Problem, has_bf16, planned_for, problem_of
+from ..kernels.attention.choice import choose_backend, default_backends
+from ..kernels.attention.problem import Problem, assume_bf16, has_bf16, problem_of
 from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, own_kernel, why_not
 from ..models.anatomy import Anatomy, Family, Site, layer
 from ..models.latents import dtype_of
@@ -81,9 +81,9 @@ def offers(target: Target) -> Iterator[Offer]:
     anatomy = target.anatomy
     if not anatomy.attentions or target.fixed.attention is not None or target.fixed.deterministic:
         return
-    for name in itertools.takewhile(lambda name: name != "sdpa", unasked(target.device)):
+    for name in itertools.takewhile(lambda name: name != "sdpa", default_backends(target.device)):
         yield Offer(OfferKind.ALWAYS, {"attention": name})
-    with planned_for(target.rates.bf16):
+    with assume_bf16(target.rates.bf16):
         if is_worth_choosing(anatomy, target.device):
             yield Offer(OfferKind.ALWAYS, {"attention": "sdpa"})
 
@@ -124,7 +124,7 @@ def _is_well_served(attention: Any, device: torch.device) -> bool:
     return any(why_not(kernel, problem) is None for kernel in ("flash", "efficient"))
 
 
-def kernels_that_ran(sites: Iterable[Site]) -> Counter[str]:
+def kernel_counts(sites: Iterable[Site]) -> Counter[str]:
     """Number of runs of each kernel in these sites since the hook was last attached to them.
 
     Args:
@@ -154,12 +154,12 @@ def _forward(
         with redirect:
             result = attend(*args, **kwargs)
     if not redirect.calls:
-        raise _unreached(site, backend)
+        raise _describe_unreached(site, backend)
     _ran.setdefault(site.module, Counter()).update(redirect.ran)
     return result
 
 
-def _unreached(site: Site, backend: str) -> LowVRAMError:
+def _describe_unreached(site: Site, backend: str) -> LowVRAMError:
     """The sentence for a site that computes attention in another way: which way, and what to set instead."""
     plainly = f"{site.name} computes attention in a way of its own, so attention {backend} cannot reach it: leave the "
     plainly += "attention setting undecided"
@@ -287,8 +287,10 @@ class Redirect(TorchFunctionMode):
                 shape = query.shape[-2], key.shape[-2]
                 attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
             if enable_gqa:
-                key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
-            with _as_autocast(query, key, value, attn_mask) as (q, k, v, mask):
+                key, value = (
+                    heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value)
+                )
+            with _autocast_inputs(query, key, value, attn_mask) as (q, k, v, mask):
                 return self._run(q, k, v, mask, scale)
         finally:
             self._busy = False
@@ -305,7 +307,7 @@ def _trains(*tensors: Tensor | None) -> bool:
 
 
 @contextlib.contextmanager
-def _as_autocast(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+def _autocast_inputs(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """The tensors in the type that autocast gives torch's own attention; inside, autocast is off."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     dtype = autocast_dtype(device)
@@ -314,4 +316,4 @@ def _as_autocast(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
         return
     cast = (torch.float16, torch.bfloat16, torch.float32)
     with torch.autocast(device, enabled=False):
-        yield tuple(one.to(dtype) if one is not None and one.dtype in cast else one for one in tensors)
+        yield tuple(tensor.to(dtype) if tensor is not None and tensor.dtype in cast else tensor for tensor in tensors)

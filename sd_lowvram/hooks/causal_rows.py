@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.cpu_convolutions import as_the_whole, is_float32_on_cpu, unfolds
+from ..kernels.cpu_convolutions import convolve_like_whole, is_float32_on_cpu, unfolds
 from ..models.anatomy import layer
 from ..models.causal_autoencoder import CausalConv, CausalResidual, CausalStep, Enlarge, Level, Reduce
 from ..patches import Answered
@@ -64,13 +64,13 @@ def layers_of(steps: Sequence[CausalStep], height: int, width: int, rows: int = 
     Returns:
         The layers as one function, and height and width of the map that leaves.
     """
-    made: list[Rows] = []
+    layers: list[Rows] = []
     most, tall = [], height
     for step in steps:
         most.append(-(-rows * height // tall) + 2)
         layer, height, width = _layer_of(step, height, width)
-        made.append(layer)
-    return _InTurn(made, most if rows else ()), height, width
+        layers.append(layer)
+    return _InTurn(layers, most if rows else ()), height, width
 
 
 def _layer_of(step: CausalStep, height: int, width: int) -> tuple[Rows, int, int]:
@@ -78,7 +78,7 @@ def _layer_of(step: CausalStep, height: int, width: int) -> tuple[Rows, int, int
         inner, high, wide = layers_of(step.steps, height, width)
         return _Beside(inner, step.shortcut, high / height), high, wide
     if isinstance(step, CausalResidual):
-        halves = _InTurn([_Convolution(one, height) for one in (step.first, step.second)])
+        halves = _InTurn([_Convolution(half, height) for half in (step.first, step.second)])
         return _Beside(halves, functools.partial(_straight, step.shortcut), 1), height, width
     if isinstance(step, Enlarge):
         return _Enlarging(step, height, width), 2 * height, 2 * width
@@ -89,8 +89,8 @@ def _layer_of(step: CausalStep, height: int, width: int) -> tuple[Rows, int, int
 
 
 def _straight(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:
-    made: Tensor = shortcut(x)
-    return made
+    result: Tensor = shortcut(x)
+    return result
 
 
 class _InTurn:
@@ -113,12 +113,12 @@ class _InTurn:
 
     def _in_parts(self, x: Tensor, turn: Turn, number: int) -> Tensor | None:
         parts = -(-x.shape[_ROWS] // self._most[number])
-        made = []
+        results = []
         for part, rows in enumerate(x.tensor_split(parts, _ROWS)):
             its = dataclasses.replace(turn, last=turn.last and part == parts - 1, piece=(*turn.piece, part))
             done = self(rows, its, number)
-            made += [] if done is None else [done]
-        return torch.cat(made, _ROWS) if made else None
+            results += [] if done is None else [done]
+        return torch.cat(results, _ROWS) if results else None
 
 
 class _Waiting:
@@ -187,15 +187,15 @@ class _Convolution:
     def __call__(self, x: Tensor | None, turn: Turn) -> Tensor | None:
         if x is not None and self._step.norm is not None:
             x = F.silu(self._step.norm(x), inplace=True)
-        found = self._neighbours(x, turn)
-        if found is None:
+        image = self._neighbours(x, turn)
+        if image is None:
             return None
         del x
-        rows, top = found
-        return _convolved(self._step.conv, rows, self._before.then(rows, turn), (top, turn.last), self._height)
+        rows, top = image
+        return _convolve(self._step.conv, rows, self._before.then(rows, turn), (top, turn.last), self._height)
 
 
-def _convolved(conv: nn.Module, rows: Tensor, before: Tensor | None, edges: tuple[bool, bool], height: int) -> Tensor:
+def _convolve(conv: nn.Module, rows: Tensor, before: Tensor | None, edges: tuple[bool, bool], height: int) -> Tensor:
     """``conv`` of rows, of which the first and the last are only looked at, but padded at the map's ``edges``."""
     inside = any(layer(conv).padding)  # in its own call it pads what is around a frame, of one alone nothing else
     whole = (*rows.shape[:2], rows.shape[2] + (0 if inside and before is None else 2), height + (0 if inside else 2))
@@ -217,15 +217,15 @@ def _convolved(conv: nn.Module, rows: Tensor, before: Tensor | None, edges: tupl
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
         x = around(x)
         if alone:  # the other two thirds of the kernel would see frames of zeros
-            return as_the_whole(whole, x[:, :, 0], weight[:, :, -1], bias).unsqueeze(2)
-        return as_the_whole(whole, x, weight, bias)
+            return convolve_like_whole(whole, x[:, :, 0], weight[:, :, -1], bias).unsqueeze(2)
+        return convolve_like_whole(whole, x, weight, bias)
 
     with Answered({F.pad: padded, F.conv3d: convolve, torch.cudnn_convolution: by_cudnn}):
-        made: Tensor = conv(rows, before)
-    return made
+        result: Tensor = conv(rows, before)
+    return result
 
 
-def called_as_the_whole(conv: nn.Module, whole: Sequence[int], x: Tensor, *more: Any) -> Tensor:
+def call_like_whole(conv: nn.Module, whole: Sequence[int], x: Tensor, *more: Any) -> Tensor:
     """Call ``conv`` on a strip, with the kernel that a CPU would choose for the whole map, so that the bits are the
     same.
 
@@ -235,10 +235,10 @@ def called_as_the_whole(conv: nn.Module, whole: Sequence[int], x: Tensor, *more:
         x: strip of that map.
         more: further arguments of the layer.
     """
-    answer = functools.partial(as_the_whole, whole)
+    answer = functools.partial(convolve_like_whole, whole)
     with Answered({F.conv2d: answer, F.conv3d: answer}):
-        made: Tensor = conv(x, *more)
-    return made
+        result: Tensor = conv(x, *more)
+    return result
 
 
 class _Enlarging:
@@ -251,22 +251,22 @@ class _Enlarging:
     def __call__(self, x: Tensor | None, turn: Turn) -> Tensor | None:
         if x is not None and self._step.time is not None and turn.chunk > 0:
             x = self._two_frames_of_each(x, self._step.time, turn)
-        found = self._neighbours(x, turn)
-        if found is None:
+        image = self._neighbours(x, turn)
+        if image is None:
             return None
         del x
-        rows, top = found
+        rows, top = image
         height, width = self._size
-        large = self._step.repeat(_by_frame(rows))
-        made = called_as_the_whole(self._step.conv, (*large.shape[:2], 2 * height, 2 * width), large)
+        large = self._step.repeat(_split_frames(rows))
+        enlarged = call_like_whole(self._step.conv, (*large.shape[:2], 2 * height, 2 * width), large)
         del large
-        cropped = made[:, :, 0 if top else 2 : made.shape[2] - (0 if turn.last else 2)]
-        return _of_frames(cropped, len(rows))
+        cropped = enlarged[:, :, 0 if top else 2 : enlarged.shape[2] - (0 if turn.last else 2)]
+        return _join_frames(cropped, len(rows))
 
     def _two_frames_of_each(self, x: Tensor, time: nn.Module, turn: Turn) -> Tensor:
         whole = (*x.shape[:2], x.shape[2] + 2, self._size[0])
-        made = called_as_the_whole(time, whole, x, self._before.then(x, turn, first=1))
-        pairs: Tensor = made.unflatten(1, (2, -1)).permute(0, 2, 3, 1, 4, 5)
+        frames = call_like_whole(time, whole, x, self._before.then(x, turn, first=1))
+        pairs: Tensor = frames.unflatten(1, (2, -1)).permute(0, 2, 3, 1, 4, 5)
         return pairs.flatten(2, 3)
 
 
@@ -282,14 +282,14 @@ class _Reducing:
         if rows is None:
             return None
         below = int(turn.last)
-        made = max(0, (rows.shape[_ROWS] + below - 1) // 2)
-        self._waiting.keep(rows[:, :, :, 2 * made :], turn)
-        if not made:
+        count = max(0, (rows.shape[_ROWS] + below - 1) // 2)
+        self._waiting.keep(rows[:, :, :, 2 * count :], turn)
+        if not count:
             return None
         height, width = self._size
-        small = F.pad(_by_frame(rows), (0, 1, 0, below))
-        small = called_as_the_whole(self._step.conv, (*small.shape[:2], height + 1, width + 1), small)
-        x = _of_frames(small, len(rows))
+        small = F.pad(_split_frames(rows), (0, 1, 0, below))
+        small = call_like_whole(self._step.conv, (*small.shape[:2], height + 1, width + 1), small)
+        x = _join_frames(small, len(rows))
         del rows, small
         if self._step.time is None:
             return x
@@ -297,15 +297,15 @@ class _Reducing:
         if before is None:
             return x
         x = torch.cat([before, x], 2)
-        return called_as_the_whole(self._step.time, (*x.shape[:3], height // 2), x)
+        return call_like_whole(self._step.time, (*x.shape[:3], height // 2), x)
 
 
-def _by_frame(x: Tensor) -> Tensor:
+def _split_frames(x: Tensor) -> Tensor:
     """(N, C, frames, rows, W) as (N frames, C, rows, W)."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _of_frames(x: Tensor, count: int) -> Tensor:
+def _join_frames(x: Tensor, count: int) -> Tensor:
     """(N frames, C, rows, W) as (N, C, frames, rows, W)."""
     frames: Tensor = x.unflatten(0, (count, -1))
     return frames.transpose(1, 2)
@@ -322,9 +322,9 @@ class _Beside:
 
     def __call__(self, x: Tensor | None, turn: Turn) -> Tensor | None:
         rows = self._waiting.with_new(x, turn)
-        made = self._layers(x, turn)
+        result = self._layers(x, turn)
         if rows is None:
-            return made
-        passed = 0 if made is None else round(made.shape[_ROWS] / self._scale)
+            return result
+        passed = 0 if result is None else round(result.shape[_ROWS] / self._scale)
         self._waiting.keep(rows[:, :, :, passed:], turn)
-        return None if made is None else made.add_(self._shortcut(rows[:, :, :, :passed], turn.chunk == 0))
+        return None if result is None else result.add_(self._shortcut(rows[:, :, :, :passed], turn.chunk == 0))

@@ -61,7 +61,7 @@ def has_sites(component: nn.Module) -> bool:
     return bool(_kernels(component))
 
 
-def reordered(component: nn.Module) -> list[Tensor]:
+def reordered_weights(component: nn.Module) -> list[Tensor]:
     """Convolution weights of ``component`` that channels last stores in another order."""
     return [kernel for kernel in _kernels(component) if not kernel.is_contiguous(memory_format=torch.channels_last)]
 
@@ -71,22 +71,22 @@ def _kernels(*components: nn.Module) -> list[Tensor]:
 
 
 def _reorder(components: list[nn.Module], waiting: list[nn.Module]) -> Callable[[], None]:
-    kernels = {id(kernel): kernel for component in components for kernel in reordered(component)}
+    kernels = {id(kernel): kernel for component in components for kernel in reordered_weights(component)}
     waits = {id(kernel) for kernel in _kernels(*waiting)}
     real = active_fake_mode(*kernels.values()) is None
     with contextlib.ExitStack() as undoing:
         for kernel, mapped in zip(kernels.values(), tensors_in_files(kernels.values()), strict=True):
             in_file = mapped and real and not kernel.is_meta
             if in_file and id(kernel) in waits:
-                undoing.callback(_as_before, kernel, None)
+                undoing.callback(_restore_order, kernel, None)
                 undoing.callback(lay_last(kernel))
             else:
-                undoing.callback(_as_before, kernel, kernel.data if in_file else None)
+                undoing.callback(_restore_order, kernel, kernel.data if in_file else None)
                 set_data(kernel, kernel.data.contiguous(memory_format=torch.channels_last))
         return undoing.pop_all().close
 
 
-def _as_before(kernel: Tensor, original: Tensor | None) -> None:
+def _restore_order(kernel: Tensor, original: Tensor | None) -> None:
     """``kernel`` in the plain order; ``original`` is what it held in a file."""
     if original is not None and kernel.device == original.device and same_bits(kernel.data, original):
         set_data(kernel, original)

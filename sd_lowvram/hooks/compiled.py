@@ -54,15 +54,15 @@ def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
     """
     if checked(anatomy, settings, device).compile == "off":
         return
-    found = [(name, modules) for name, modules in parts(anatomy, settings.compile == "whole") if modules]
-    if not found:
+    components = [(name, modules) for name, modules in parts(anatomy, settings.compile == "whole") if modules]
+    if not components:
         raise NoSiteError(f"compile={settings.compile!r}: the model has no denoiser and no autoencoder to compile")
     for name, component in anatomy.components.items():
         if any(map(is_compiled_module, component.modules())):
             raise ConflictError(
                 f"{name} is compiled by torch.compile already: leave compile off, or optimize it uncompiled"
             )
-    for name, modules in found:
+    for name, modules in components:
         kinds = _Kinds(device)
         for module in modules:
             yield wrap(module, "forward", kinds.around(module), "compiled")
@@ -87,9 +87,9 @@ def checked(anatomy: Anatomy, settings: Settings, device: torch.device) -> Setti
 
 def offers(target: Target) -> Iterator[Offer]:
     """Offer compiled blocks with channels last, if this was measured to be faster on the device."""
-    known = compiling_of(target.rates, target.device)
+    machine = compiling_of(target.rates, target.device)
     blocks = target.anatomy.residual_blocks or target.anatomy.transformer_blocks
-    if known is None or known.gain <= 1 or not blocks or target.fixed.compile is not None:
+    if machine is None or machine.gain <= 1 or not blocks or target.fixed.compile is not None:
         return
     if target.fixed.channels_last is not False and compiler.why_not(target.device) is None:
         yield Offer(OfferKind.WHOLE, {"compile": "regional", "channels_last": True})
@@ -105,7 +105,7 @@ def is_followed(settings: Settings) -> bool:
     return is_compiled(settings) or bool(settings.traced)
 
 
-def out_of_sight(settings: Settings) -> list[str]:
+def knobs_outside_graph(settings: Settings) -> list[str]:
     """Knobs of ``settings`` whose hooks cannot be part of a graph: parked maps, weights lent for a call.
 
     A model with such hooks runs uncompiled, whoever compiled it, within the memory of its plan."""
@@ -144,8 +144,8 @@ def kinds_of(anatomy: Anatomy, whole: bool = False) -> dict[str, frozenset[Any]]
         Kinds by the name of the stage; blocks of one kind share compiled code.
     """
     names = ("denoise", "encode", "decode") if anatomy.denoiser is not None else ("encode", "decode")
-    found = (frozenset(map(_kind, modules)) for _, modules in parts(anatomy, whole))
-    return dict(zip(names, found, strict=False))
+    kinds = (frozenset(map(_kind, modules)) for _, modules in parts(anatomy, whole))
+    return dict(zip(names, kinds, strict=False))
 
 
 def were_compiled(kinds: frozenset[Any], device: torch.device) -> bool:
@@ -201,13 +201,13 @@ class _Kinds:
         if kind not in self._met:
             progress.report("compile", len(self._met), len(self._kinds))
         try:
-            result = compiler.compiled_apart(type(module).forward, kind)(module, *args, **kwargs)
+            result = compiler.compile_private(type(module).forward, kind)(module, *args, **kwargs)
         except Exception as error:
             if not is_compilers(error):
                 raise
             self._failed = True
-            told = " ".join(str(error).split())[:200]
-            happened(__name__, f"compile: torch's compiler fails here ({told}). The model runs as it is")
+            message = " ".join(str(error).split())[:200]
+            happened(__name__, f"compile: torch's compiler fails here ({message}). The model runs as it is")
             return original(*args, **kwargs)
         if kind not in self._met:
             self._met.add(kind)

@@ -18,7 +18,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .offers import Offer, OfferKind, Target
-from .strips import assembled, spans
+from .strips import assemble, spans
 
 FEWEST_TOKENS = 256
 """Fewest rows of a chunk: with fewer, a matrix product is slow."""
@@ -42,7 +42,7 @@ def feed_forward(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
         raise NoSiteError("feed forward: the model has no feed-forward layer")
     chunks = settings.feed_forward_chunks or 1
     for site in anatomy.feed_forwards:
-        yield wrap(site.module, "forward", functools.partial(_in_chunks, site.module, chunks), "feed_forward")
+        yield wrap(site.module, "forward", functools.partial(_run_in_chunks, site.module, chunks), "feed_forward")
 
 
 def offers(target: Target) -> Iterator[Offer]:
@@ -54,10 +54,10 @@ def offers(target: Target) -> Iterator[Offer]:
         yield Offer(OfferKind.LATE, {"feed_forward_chunks": 2}, level=3, stages=("denoise",))
 
 
-def _in_chunks(
+def _run_in_chunks(
     module: nn.Module, chunks: int, original: Callable[..., Tensor], tokens: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     pieces = spans(tokens.shape[-2], chunks, FEWEST_TOKENS)
     if len(pieces) == 1 or needs_graph(module, tokens):
         return original(tokens, *args, **kwargs)
-    return assembled(lambda start, stop: original(tokens[..., start:stop, :], *args, **kwargs), pieces, -2, tokens)
+    return assemble(lambda start, stop: original(tokens[..., start:stop, :], *args, **kwargs), pieces, -2, tokens)

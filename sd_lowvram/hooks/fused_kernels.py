@@ -91,10 +91,10 @@ def _fused_block(
     parts = look(block, *more) if x.dim() == 4 and _runs(block, x, time) else None
     if parts is None or not _is_plain(parts):
         return original(x, *args, **kw)
-    hidden: Tensor = parts.conv1(_activated(parts.norm1, x))
+    hidden: Tensor = parts.conv1(_norm_and_activate(parts.norm1, x))
     shift = parts.shift(time)
     hidden = hidden if shift is None else hidden + shift
-    hidden = _activated(parts.norm2, hidden)
+    hidden = _norm_and_activate(parts.norm2, hidden)
     hidden = parts.conv2(hidden)
     hidden = (x if parts.shortcut is None else parts.shortcut(x)) + hidden
     return hidden if parts.scale == 1 else hidden / parts.scale
@@ -109,7 +109,7 @@ def _fused_gate(gate: Any, original: Callable[..., Tensor], x: Tensor, *args: An
     return geglu(product) if takes(product) else reference(product)
 
 
-def _activated(norm: nn.Module, x: Tensor) -> Tensor:
+def _norm_and_activate(norm: nn.Module, x: Tensor) -> Tensor:
     """SiLU of the normed map, by the kernel where the layer asks torch for a group norm."""
     fused = False
 

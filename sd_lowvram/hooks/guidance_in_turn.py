@@ -22,7 +22,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import repeated_calls
 from ..weights import needs_graph, placed
-from .arguments import are_watched, batch_of, last_are_there, part_of, shares
+from .arguments import are_watched, batch_of, holds_last_pictures, part_of, shares
 from .offers import Offer, OfferKind, Target
 from .offloaded_tensor import OffloadedMap
 
@@ -48,8 +48,8 @@ def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device)
     Raises:
         NoSiteError: the target has no UNet, and no transformer that is called with both rows of a guided picture.
     """
-    for module, rows in _of_unet(anatomy) if anatomy.unet_path is not None else _of_transformer(anatomy):
-        yield wrap(module, "forward", functools.partial(_in_turn, rows, module), "guidance_in_turn")
+    for module, rows in _unet_sites(anatomy) if anatomy.unet_path is not None else _transformer_sites(anatomy):
+        yield wrap(module, "forward", functools.partial(_run_by_halves, rows, module), "guidance_in_turn")
 
 
 def offers(target: Target) -> Iterator[Offer]:
@@ -61,17 +61,17 @@ def offers(target: Target) -> Iterator[Offer]:
         yield Offer(OfferKind.LATE, {"guidance_in_turn": False}, level=4, stages=("denoise",))
 
 
-def _of_unet(anatomy: Anatomy) -> Iterator[tuple[nn.Module, Rows]]:
+def _unet_sites(anatomy: Anatomy) -> Iterator[tuple[nn.Module, Rows]]:
     path = anatomy.unet_path
     assert path is not None
     tail = path.tail if len(path.tail) == 1 else ()  # else what is between its modules sees the whole batch
     attentions = {site.module for site in anatomy.attentions}
     for module in (*path.modules, *tail):
-        inside = [one for one in module.modules() if one in attentions]
+        inside = [child for child in module.modules() if child in attentions]
         yield module, functools.partial(_rows_of_map, anatomy.family.mixes_rows, inside)
 
 
-def _of_transformer(anatomy: Anatomy) -> Iterator[tuple[nn.Module, Rows]]:
+def _transformer_sites(anatomy: Anatomy) -> Iterator[tuple[nn.Module, Rows]]:
     if not anatomy.joint_blocks:
         raise NoSiteError("guidance in turn: the model has no UNet, and no transformer whose blocks are known")
     if anatomy.passes == 1:
@@ -91,11 +91,11 @@ def _rows_of_map(
 def _rows_of_tokens(
     look: Callable[[nn.Module], JointBlock | None], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int:
-    parts, given = look(block), given_by_name(block, args, kwargs)
-    return len(given[parts.picture]) if parts is not None and parts.is_plain(given) else 1
+    parts, arguments = look(block), given_by_name(block, args, kwargs)
+    return len(arguments[parts.picture]) if parts is not None and parts.is_plain(arguments) else 1
 
 
-def _in_turn(rows: Rows, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_by_halves(rows: Rows, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     batch = rows(args, kwargs)
     if batch == 1 or needs_graph(module, args, kwargs):
         return original(*args, **kwargs)
@@ -104,7 +104,7 @@ def _in_turn(rows: Rows, module: nn.Module, original: Callable[..., Any], *args:
     with repeated_calls():
         # Parking is asynchronous: the half of the skips that was parked last may still be on the device. Run first,
         # its pictures find them there without a copy.
-        for number in range(parts)[:: -1 if last_are_there(args, kwargs) else 1]:
+        for number in range(parts)[:: -1 if holds_last_pictures(args, kwargs) else 1]:
             part_args, part_kwargs = part_of(args, kwargs, batch, number, parts)
             joined.add(number, original(*part_args, **part_kwargs))
             del part_args, part_kwargs

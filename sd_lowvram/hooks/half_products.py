@@ -38,15 +38,15 @@ _ATTENTION = "attention"
 """Stands among the names of layers for every attention."""
 
 
-def known_to_overflow(component: nn.Module) -> Callable[[str], bool] | None:
+def products_that_overflow(component: nn.Module) -> Callable[[str], bool] | None:
     """Return a function from a module's path to True if its products overflowed in earlier runs of this kind of model.
 
     None if nothing overflowed."""
-    known = HalfProducts("", component)
-    if not known.wide:
+    products = HalfProducts("", component)
+    if not products.wide:
         return None
-    attention = _ATTENTION in known.wide
-    return lambda path: attention if _plain(path) not in known.layers else _plain(path) in known.wide
+    attention = _ATTENTION in products.wide
+    return lambda path: attention if _plain(path) not in products.layers else _plain(path) in products.wide
 
 
 class HalfProducts:
@@ -85,42 +85,42 @@ class HalfProducts:
         for path, layer in self.layers.items():
             yield wrap(layer, "forward", functools.partial(self._product, path), "precision")
         for entry in entries:
-            yield wrap(self._component, entry, self._called, "precision")
+            yield wrap(self._component, entry, self._run, "precision")
 
-    def _called(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = cast_activations((args, kwargs), torch.float32)
-        with TORCHS_ATTENTION.to(self._attended):
-            made = original(*args, **kwargs)
-            if self._looks or _all_finite(made):
-                return made
-            del made
-            known, self._looks = self.wide.copy(), True
+        with TORCHS_ATTENTION.to(self._attend):
+            result = original(*args, **kwargs)
+            if self._looks or _is_all_finite(result):
+                return result
+            del result
+            before, self._looks = self.wide.copy(), True
             try:
-                made = original(*args, **kwargs)
+                result = original(*args, **kwargs)
             finally:
                 self._looks = False
-        if not _all_finite(made):
+        if not _is_all_finite(result):
             raise NotFiniteError(
                 f"{self._name}: its output has NaN or infinity in float32 too: its weights or its input are "
                 "damaged; load it again"
             )
-        if found := self.wide - known:  # not so where a fault of the machine has passed
+        if overflowed := self.wide - before:  # not so where a fault of the machine has passed
             remember(self.place, sorted(self.wide))
-            told = f"{len(found)} of its products overflowed in fp16 and are made in float32 from now on"
-            happened(__name__, f"{self._name}: {told}")
-        return made
+            message = f"{len(overflowed)} of its products overflowed in fp16 and are made in float32 from now on"
+            happened(__name__, f"{self._name}: {message}")
+        return result
 
     def _product(self, path: str, original: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """A linear layer (..., in) to (..., out), which is float32."""
 
         def run(dtype: torch.dtype) -> Tensor:
             with Answered({F.linear: functools.partial(_linear, dtype)}):
-                made: Tensor = original(x.to(dtype), *args, **kwargs)
-            return made.float()
+                result: Tensor = original(x.to(dtype), *args, **kwargs)
+            return result.float()
 
         return self._narrow(path, run, x)
 
-    def _attended(
+    def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """torch's scaled_dot_product_attention, which is float32."""
@@ -129,9 +129,9 @@ class HalfProducts:
             mask = attn_mask
             if mask is not None and mask.is_floating_point():  # a row of -inf would be no number
                 mask = mask.clamp(min=torch.finfo(dtype).min).to(dtype)
-            q, k, v = (one.to(dtype) for one in (query, key, value))
-            made: Tensor = F.scaled_dot_product_attention(q, k, v, mask, *args, **kwargs)
-            return made.float()
+            q, k, v = (tensor.to(dtype) for tensor in (query, key, value))
+            result: Tensor = F.scaled_dot_product_attention(q, k, v, mask, *args, **kwargs)
+            return result.float()
 
         return self._narrow(_ATTENTION, run, query)
 
@@ -143,13 +143,13 @@ class HalfProducts:
                 run(torch.float32)
         elif name in self.wide:
             return run(torch.float32)
-        made = run(torch.float16)
-        if fake or not self._looks or is_finite(made):
-            return made
-        made = run(torch.float32)
-        if is_finite(made):
+        result = run(torch.float16)
+        if fake or not self._looks or is_finite(result):
+            return result
+        result = run(torch.float32)
+        if is_finite(result):
             self.wide.add(name)
-        return made
+        return result
 
 
 def _plain(path: str) -> str:
@@ -157,9 +157,11 @@ def _plain(path: str) -> str:
     return path.replace(".base_layer", "")
 
 
-def _all_finite(made: Any) -> bool:
-    tensors = (one for one in tree_flatten(made)[0] if isinstance(one, Tensor) and one.is_floating_point())
-    return all(isinstance(one, FakeTensor) or is_finite(one) for one in tensors)
+def _is_all_finite(result: Any) -> bool:
+    tensors = (
+        tensor for tensor in tree_flatten(result)[0] if isinstance(tensor, Tensor) and tensor.is_floating_point()
+    )
+    return all(isinstance(tensor, FakeTensor) or is_finite(tensor) for tensor in tensors)
 
 
 def _linear(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -167,8 +169,8 @@ def _linear(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None =
     rows = max(1, _MOST_CAST // weight.shape[1])
     parts = weight.split(rows)
     biases = [None] * len(parts) if bias is None else bias.split(rows)
-    made = [
+    products = [
         F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
         for w, b in zip(parts, biases, strict=True)
     ]
-    return made[0] if len(made) == 1 else torch.cat(made, -1)
+    return products[0] if len(products) == 1 else torch.cat(products, -1)

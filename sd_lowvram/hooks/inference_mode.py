@@ -42,7 +42,7 @@ def inference_mode(anatomy: Anatomy, settings: Settings, device: torch.device) -
         return  # their kernels compute GELU and gate together
     for site in anatomy.feed_forwards:
         if (gate := geglu_of(site.module)) is not None:
-            yield wrap(gate, "forward", functools.partial(_gated, gate), "inference_mode")
+            yield wrap(gate, "forward", functools.partial(_pass_gate, gate), "inference_mode")
 
 
 def offers(target: Target) -> Iterator[Offer]:
@@ -57,7 +57,7 @@ def _run(component: nn.Module, original: Callable[..., Any], *args: Any, **kwarg
         return original(*args, **kwargs)
 
 
-def _gated(gate: Any, original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _pass_gate(gate: Any, original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args or kwargs or needs_graph(gate, x):
         return original(x, *args, **kwargs)
     value, half = gate.proj(x).chunk(2, dim=-1)

@@ -32,7 +32,7 @@ Keys = tuple[Tensor, Tensor]
 """Keys and values (N, heads, tokens, width)."""
 
 
-def in_chunks(
+def run_in_chunks(
     look: Callable[[nn.Module], JointBlock | None],
     block: nn.Module,
     chunks: int,
@@ -52,56 +52,56 @@ def in_chunks(
     Returns:
         The same as ``original(*args, **kwargs)``, up to rounding.
     """
-    parts, given = look(block), given_by_name(block, args, kwargs)
-    pieces = spans(given[parts.picture].shape[1], chunks, FEWEST_TOKENS) if parts is not None else []
-    if parts is None or len(pieces) < 2 or not parts.is_plain(given) or needs_graph(block, args, kwargs):
+    parts, arguments = look(block), given_by_name(block, args, kwargs)
+    pieces = spans(arguments[parts.picture].shape[1], chunks, FEWEST_TOKENS) if parts is not None else []
+    if parts is None or len(pieces) < 2 or not parts.is_plain(arguments) or needs_graph(block, args, kwargs):
         return original(*args, **kwargs)
-    texts = parts.texts(given)
+    texts = parts.texts(arguments)
     rows = [Rows(start, stop, min(texts, 1) if start else texts, texts) for start, stop in pieces]
     with hold_weights():
-        keys = _keys_of(parts, original, given, rows)
+        keys = _keys_of(parts, original, arguments, rows)
         if keys is None:  # by a function that is not torch's: its scores may be of any kind
             return original(*args, **kwargs)
-        return _attended(parts, original, given, rows, keys)
+        return _attend(parts, original, arguments, rows, keys)
 
 
 def _keys_of(
-    parts: JointBlock, original: Callable[..., Any], given: dict[str, Any], rows: list[Rows]
+    parts: JointBlock, original: Callable[..., Any], arguments: dict[str, Any], rows: list[Rows]
 ) -> list[Keys] | None:
     """Keys and values of all tokens for each attention; None if one of them was not called."""
     whole = [_Joined(rows[-1].stop, rows[0].texts if number == 0 else 0, parts.text_last) for number in _each(parts)]
     with _answering((*parts.queries(), *parts.besides)):
-        for some in representative_pieces(rows, given[parts.picture]):
+        for some in representative_pieces(rows, arguments[parts.picture]):
             calls = _Calls(len(whole))
             with contextlib.suppress(_Collected), TORCHS_ATTENTION.to(calls.collect):
-                original(**parts.part(given, some))
+                original(**parts.part(arguments, some))
             if len(calls.keys) < len(whole):
                 return None
-            for one, keys in zip(whole, calls.keys, strict=True):
-                one.add(keys, some)
-    return [one.result() for one in whole]
+            for joined, keys in zip(whole, calls.keys, strict=True):
+                joined.add(keys, some)
+    return [whole_keys.result() for whole_keys in whole]
 
 
 def _each(parts: JointBlock) -> range:
     return range(len(parts.attentions))
 
 
-def _attended(
-    parts: JointBlock, original: Callable[..., Any], given: dict[str, Any], rows: list[Rows], keys: list[Keys]
+def _attend(
+    parts: JointBlock, original: Callable[..., Any], arguments: dict[str, Any], rows: list[Rows], keys: list[Keys]
 ) -> Any:
     """The block's results: tokens of the picture, or the text's and these."""
     total, text, picture = rows[-1].stop, None, None
     both = False
     with _answering(parts.keys()):
-        for some in representative_pieces(rows, given[parts.picture]):
-            mask = parts.mask(given, some) if parts.masked_by else None
+        for some in representative_pieces(rows, arguments[parts.picture]):
+            mask = parts.mask(arguments, some) if parts.masked_by else None
             with TORCHS_ATTENTION.to(_Given(keys, mask, bool(parts.masked_by)).attend):
-                made = original(**parts.part(given, some))
-            both = isinstance(made, tuple)
-            if both and not some.start and made[0] is not None:
-                text = made[0].clone()
-            picture = placed(picture, made[1] if both else made, 1, some.start, total)
-            del made
+                result = original(**parts.part(arguments, some))
+            both = isinstance(result, tuple)
+            if both and not some.start and result[0] is not None:
+                text = result[0].clone()
+            picture = placed(picture, result[1] if both else result, 1, some.start, total)
+            del result
     return (text, picture) if both else picture
 
 
@@ -155,12 +155,12 @@ class _Joined:
         count = rows.stop - rows.start
         words = rows.words if self._texts else 0
         total = self._tokens + self._texts
-        for number, one in enumerate(keys):
+        for number, part in enumerate(keys):
             picture, text = (0, count) if self._last else (words, 0)
             place = rows.start if self._last else self._texts + rows.start
-            out = placed(self._whole[number], one.narrow(2, picture, count), 2, place, total)
+            out = placed(self._whole[number], part.narrow(2, picture, count), 2, place, total)
             if words == self._texts and words:
-                out = placed(out, one.narrow(2, text, words), 2, self._tokens if self._last else 0, total)
+                out = placed(out, part.narrow(2, text, words), 2, self._tokens if self._last else 0, total)
             self._whole[number] = out
 
     def result(self) -> Keys:
@@ -175,11 +175,11 @@ def _answering(layers: Iterable[nn.Module]) -> Iterator[None]:
 
     The replacement lasts for one call, because a LoRA may wrap a layer later."""
     with contextlib.ExitStack() as stack:
-        for one in layers:
-            stack.callback(set_patch(wrap(one, "forward", _zeros(one), "transformer_chunks")))
+        for layer in layers:
+            stack.callback(set_patch(wrap(layer, "forward", _zeros(layer), "transformer_chunks")))
         yield
 
 
 def _zeros(module: nn.Module) -> Callable[..., Tensor]:
     width = int(layer(module).out_features)
-    return lambda original, given, *args, **kwargs: given.new_zeros(()).expand(*given.shape[:-1], width)
+    return lambda original, x, *args, **kwargs: x.new_zeros(()).expand(*x.shape[:-1], width)

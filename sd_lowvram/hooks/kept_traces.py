@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..cache import MOST_BYTES, PACKAGES, code_digest, folder_of, read_private, versions, write_private
 from ..compat.private import dumped_spec, loaded_spec
-from ..kernels.compiler import bound
+from ..kernels.compiler import limit_folder
 from ..patches import roles_of, unpatched
 from ..progress import happened
 from ..settings import Settings
@@ -66,9 +66,9 @@ def keep(place: Path, function: Any, model: nn.Module, spec: Any) -> None:
         spec: the tree structure of the result.
     """
     slots = _slots(function.unet)
-    if slots.keys() != _slots(model).keys() or (told := dumped_spec(spec)) is None:
+    if slots.keys() != _slots(model).keys() or (stated := dumped_spec(spec)) is None:
         return
-    facts = json.dumps({"code": code_digest(), "versions": versions(), "spec": told})
+    facts = json.dumps({"code": code_digest(), "versions": versions(), "spec": stated})
     written, nothing = io.BytesIO(), torch.empty(0)
     with contextlib.suppress(OSError, RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch would have one take another tool
@@ -81,10 +81,10 @@ def keep(place: Path, function: Any, model: nn.Module, spec: Any) -> None:
                 setattr(owner, name, tensor)
         if not _holds_tensors(written):
             write_private(written.getvalue(), place)
-            bound(place.parent, MOST_BYTES)
+            limit_folder(place.parent, MOST_BYTES)
 
 
-def kept(place: Path, model: nn.Module) -> tuple[Callable[..., Any], Any] | None:
+def stored_trace(place: Path, model: nn.Module) -> tuple[Callable[..., Any], Any] | None:
     """Return a stored trace with the weights of ``model``, and the tree structure of its result.
 
     Args:
@@ -117,7 +117,7 @@ def kept(place: Path, model: nn.Module) -> tuple[Callable[..., Any], Any] | None
 
 def _facts_in(data: bytes) -> dict[str, Any]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        if sum(one.file_size for one in archive.infolist()) > MOST_BYTES:
+        if sum(entry.file_size for entry in archive.infolist()) > MOST_BYTES:
             raise RuntimeError("it unpacks to more than any of ours")
         if (damaged := archive.testzip()) is not None:
             raise RuntimeError(f"{damaged} is damaged")
@@ -134,7 +134,7 @@ def _difference(then: dict[str, str]) -> str:
 
 def _holds_tensors(written: io.BytesIO) -> bool:
     with zipfile.ZipFile(written) as archive:
-        return any("/constants/" in one.filename and one.file_size > _NUMBER for one in archive.infolist())
+        return any("/constants/" in entry.filename and entry.file_size > _NUMBER for entry in archive.infolist())
 
 
 def _slots(module: Any) -> Slots:
@@ -149,24 +149,24 @@ def _slots(module: Any) -> Slots:
 def _facts_of(model: nn.Module) -> list[Any] | None:
     """All of a model that a trace takes in; equal in every process. None: that is not known."""
     config = dict(getattr(model, "config", None) or {})
-    found: list[Any] = [sorted((name, repr(value)) for name, value in config.items() if not name.startswith("_"))]
+    facts: list[Any] = [sorted((name, repr(value)) for name, value in config.items() if not name.startswith("_"))]
     for path, module in model.named_modules(remove_duplicate=False):
         roles = roles_of(module)
         if sum(hook == "threads" for _, hook, _ in roles) > 1:  # somebody else's settings act, too
             return None
-        found.append((path, roles))
+        facts.append((path, roles))
         for owner in (module, getattr(module, "processor", None)):
             if owner is None:
                 continue
             own = unpatched(owner) if hasattr(owner, "__dict__") else {}
             if not all(map(_is_known, (type(owner), *own.values()))):
                 return None
-            found += [type(owner).__qualname__, *_settings_among(own)]
+            facts += [type(owner).__qualname__, *_settings_among(own)]
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if type(tensor) not in (Tensor, nn.Parameter, type(None)):
                 return None
-            found.append(None if tensor is None else _layout(tensor))
-    return found
+            facts.append(None if tensor is None else _layout(tensor))
+    return facts
 
 
 def _is_known(value: Any) -> bool:
@@ -178,8 +178,8 @@ def _is_known(value: Any) -> bool:
 
 def _settings_among(own: dict[str, Any]) -> Iterator[Any]:
     for name, value in own.items():
-        if (told := setting_of(name, value)) is not None:
-            yield name, told
+        if (plain := setting_of(name, value)) is not None:
+            yield name, plain
 
 
 def _layout(tensor: Tensor) -> Any:

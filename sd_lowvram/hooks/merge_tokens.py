@@ -51,9 +51,9 @@ def merge_tokens(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
     if denoiser is None or not blocks:
         raise NoSiteError("merge tokens: the model has no transformer block")
     by_place = (module for block in blocks if isinstance(module := block.get_submodule("attn1"), MapAttention))
-    if (found := next(by_place, None)) is not None:
+    if (in_place := next(by_place, None)) is not None:
         raise ConflictError(
-            f"merge_tokens cannot go with the {type(found).__name__} of this UNet, which needs every token at its "
+            f"merge_tokens cannot go with the {type(in_place).__name__} of this UNet, which needs every token at its "
             "place: leave merge_tokens off"
         )
     merging = _Merging((settings.merge_tokens or 0) / 100)
@@ -87,7 +87,7 @@ class _Merging:
         other = [*args[:1], *(kwargs.get(name) for name in _CONTEXTS)]
         if size is None or any(value is not None for value in other) or needs_graph(attention, tokens):
             return original(tokens, *args, **kwargs)
-        merged = merged_by_likeness(tokens, size, self._share)
+        merged = merge_by_likeness(tokens, size, self._share)
         return merged.spread(original(merged.tokens, *args, **kwargs))
 
 
@@ -123,7 +123,7 @@ class Merged:
         return results.gather(1, self.taken_from[..., None].expand(-1, -1, results.shape[2]))
 
 
-def merged_by_likeness(tokens: Tensor, size: tuple[int, int], share: float) -> Merged:
+def merge_by_likeness(tokens: Tensor, size: tuple[int, int], share: float) -> Merged:
     """Merge a ``share`` of ``tokens`` (N, height * width, C) into the tokens that are most similar to them.
 
     Args:
@@ -135,35 +135,35 @@ def merged_by_likeness(tokens: Tensor, size: tuple[int, int], share: float) -> M
         The merged tokens, and for each original token the one that stands for it.
     """
     batch, count, channels = tokens.shape
-    staying, others = _chosen(*size, tokens.device)
+    staying, others = _choose(*size, tokens.device)
     fewer = min(int(count * share), len(others))
     likeness, nearest = _nearest(F.normalize(tokens, dim=-1), staying, others)
     order = likeness.argsort(dim=1, descending=True, stable=True)
     gone, left = order[:, :fewer], order[:, fewer:]
     places = torch.cat([staying.expand(batch, -1), others[left]], dim=1)
-    kept = tokens.gather(1, places[..., None].expand(-1, -1, channels))
+    stays = tokens.gather(1, places[..., None].expand(-1, -1, channels))
     own = torch.arange(places.shape[1], device=tokens.device).expand(batch, -1)
     taken_from = torch.empty(batch, count, dtype=torch.long, device=tokens.device)
     taken_from = taken_from.scatter(1, places, own).scatter(1, others[gone], nearest.gather(1, gone))
-    return Merged(kept, taken_from)
+    return Merged(stays, taken_from)
 
 
 def _nearest(directions: Tensor, staying: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """Similarity of each of ``others`` to the most similar of ``staying``, and the index of that token."""
     targets = directions[:, staying].transpose(1, 2)
     rows = max(1, _SCORES // (len(directions) * len(staying)))
-    found = [(directions[:, part] @ targets).max(dim=2) for part in others.split(rows)]
-    return torch.cat([one.values for one in found], dim=1), torch.cat([one.indices for one in found], dim=1)
+    nearest = [(directions[:, part] @ targets).max(dim=2) for part in others.split(rows)]
+    return torch.cat([best.values for best in nearest], dim=1), torch.cat([best.indices for best in nearest], dim=1)
 
 
-def _chosen(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _choose(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Indices of the tokens that stay, one of every two by two, drawn the same way each time; and of the others."""
-    staying, others = _drawn(height, width)
+    staying, others = _draw(height, width)
     return torch.tensor(staying, device=device), torch.tensor(others, device=device, dtype=torch.long)
 
 
 @functools.lru_cache(maxsize=8)
-def _drawn(height: int, width: int) -> tuple[list[int], list[int]]:
+def _draw(height: int, width: int) -> tuple[list[int], list[int]]:
     draw = random.Random(0).randrange
     cells = itertools.product(range(0, height, 2), range(0, width, 2))
     staying = [min(y + draw(2), height - 1) * width + min(x + draw(2), width - 1) for y, x in cells]

@@ -57,7 +57,7 @@ class Offer:
 
     def is_late_in(self, offers: Iterable[Offer], settings: Settings) -> bool:
         """True if ``settings`` have reached the level of this late offer among ``offers``."""
-        steps = (one for one in of_kind(offers, OfferKind.LADDER) if one.level <= self.level)
+        steps = (step for step in select_kind(offers, OfferKind.LADDER) if step.level <= self.level)
         return all(getattr(settings, name) is not None for step in steps for name in step.knobs)
 
 
@@ -103,7 +103,7 @@ class Target:
         return bool(gains) and min(gains) > 1
 
 
-def of_kind(offers: Iterable[Offer], kind: OfferKind) -> list[Offer]:
+def select_kind(offers: Iterable[Offer], kind: OfferKind) -> list[Offer]:
     """Offers of one kind, in their order."""
     return [offer for offer in offers if offer.kind is kind]
 
@@ -113,7 +113,7 @@ def left_open(offered: Mapping[str, Any], fixed: Settings) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if getattr(fixed, name) is None}
 
 
-def with_all(settings: Settings, offers: Iterable[Offer]) -> Settings:
+def add_offers(settings: Settings, offers: Iterable[Offer]) -> Settings:
     """Add offers to ``settings``, except those that a decided knob excludes.
 
     Args:
@@ -130,7 +130,7 @@ def with_all(settings: Settings, offers: Iterable[Offer]) -> Settings:
     return settings
 
 
-def undecided(settings: Settings) -> Settings:
+def drop_undecided(settings: Settings) -> Settings:
     """``settings`` without values that leave their knob to the plan."""
     left = {name: None for name, value in settings.as_dict().items() if value in knobs()[name].undecided}
     return dataclasses.replace(settings, **left)

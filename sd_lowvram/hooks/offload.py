@@ -71,7 +71,7 @@ def offload(
             for name in components:
                 yield from _entries(anatomy, name, functools.partial(run_at, device), "offload")
     else:
-        yield from _streamed(anatomy, components, settings, device, timing)
+        yield from _stream(anatomy, components, settings, device, timing)
 
 
 def offers(target: Target) -> Iterator[Offer]:
@@ -98,7 +98,7 @@ def _entries(anatomy: Anatomy, name: str, around: Callable[..., Any], hook: str)
     yield from (wrap(anatomy.components[name], entry, around, hook) for entry in anatomy.entries[name])
 
 
-def _streamed(
+def _stream(
     anatomy: Anatomy,
     components: dict[str, nn.Module],
     settings: Settings,

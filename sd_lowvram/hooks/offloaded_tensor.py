@@ -132,23 +132,25 @@ class OffloadedMap:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        lazy = _beside(*args, **kwargs) if func is torch.cat else None
+        lazy = _concatenate(*args, **kwargs) if func is torch.cat else None
         if lazy is not None:
             return lazy
         args, kwargs = tree_map(fetched, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _beside(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> OffloadedMap | None:
+def _concatenate(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> OffloadedMap | None:
     """Result of ``torch.cat`` of a map and its skip, without a copy, if both are parked in pieces of the same pictures.
 
     None if it must be computed."""
-    waiting = [one for one in tensors if isinstance(one, OffloadedMap)]
-    if dim != 1 or out is not None or len(waiting) != len(tensors) or len({one.dtype for one in waiting}) > 1:
+    waiting = [parked for parked in tensors if isinstance(parked, OffloadedMap)]
+    if dim != 1 or out is not None or len(waiting) != len(tensors) or len({parked.dtype for parked in waiting}) > 1:
         return None
-    if any(one._counts() != waiting[0]._counts() for one in waiting):
+    if any(parked._counts() != waiting[0]._counts() for parked in waiting):
         return None
-    return OffloadedMap([tuple(itertools.chain(*rows)) for rows in zip(*(one._pieces for one in waiting), strict=True)])
+    return OffloadedMap(
+        [tuple(itertools.chain(*rows)) for rows in zip(*(parked._pieces for parked in waiting), strict=True)]
+    )
 
 
 def fetched(value: Any) -> Any:

@@ -77,16 +77,16 @@ class OverflowCheck:
         if self._kept_in != self._dtype:
             self._widened += 1
             return self._in_float32(compute, start, stop, final)
-        made = compute(start, stop, False)
-        if not self.looks or is_finite(made):
-            return made
-        del made
+        result = compute(start, stop, False)
+        if not self.looks or is_finite(result):
+            return result
+        del result
         if not self._overflows:
             self._again += 1
-            made = compute(start, stop, False)
-            if is_finite(made):
-                return made
-            del made
+            result = compute(start, stop, False)
+            if is_finite(result):
+                return result
+            del result
             self._again -= 1
         self._overflows = True
         if self._dtype != torch.float16:
@@ -104,17 +104,17 @@ class OverflowCheck:
             NotFiniteError: they are not finite in float32 either.
         """
         if self._plans:
-            with exclude_from_counts(), in_float32(self._device):
+            with exclude_from_counts(), compute_in_float32(self._device):
                 compute(True)
         if self._kept_in == self._dtype:
             for _ in range(2 if self.looks else 1):
-                made = compute(False)
-                if not self.looks or all(map(is_finite, made)):
-                    return made
-                del made
+                results = compute(False)
+                if not self.looks or all(map(is_finite, results)):
+                    return results
+                del results
             if self._dtype != torch.float16:
                 raise self._refusal("all rows")
-        with in_float32(self._device):
+        with compute_in_float32(self._device):
             return compute(True)
 
     def _in_float32(self, compute: Rows, start: int, stop: int, final: bool) -> Tensor:
@@ -123,16 +123,16 @@ class OverflowCheck:
         step = piece(start, stop)
         for first in range(start, stop, step):
             last = min(first + step, stop)
-            with in_float32(self._device):
-                made = compute(first, last, True)
-            part = made.to(self._dtype if final else self._kept_in)
+            with compute_in_float32(self._device):
+                result = compute(first, last, True)
+            part = result.to(self._dtype if final else self._kept_in)
             if not isinstance(part, FakeTensor) and not is_finite(part):
-                if final or not is_finite(made):
+                if final or not is_finite(result):
                     raise self._refusal(f"rows {first} to {last}")
                 self._kept_in = torch.bfloat16
-                part = made.to(self._kept_in)
+                part = result.to(self._kept_in)
                 out = None if out is None else out.to(self._kept_in)
-            del made
+            del result
             out = placed(out, part, 2, first - start, stop - start)
         assert out is not None
         return out
@@ -150,10 +150,10 @@ class OverflowCheck:
         if self._again:
             happened(__name__, f"{self._stage}: {_strips(self._again)} computed again, because of NaN or infinity")
         if self._widened:
-            kept = ", and its maps from there on stored in bfloat16" if self._kept_in != self._dtype else ""
+            storage = ", and its maps from there on stored in bfloat16" if self._kept_in != self._dtype else ""
             warnings.warn(
                 f"{self._stage}: the autoencoder overflowed in float16: {_strips(self._widened)} computed in "
-                f"float32{kept}. It is faster loaded in float32 or bfloat16",
+                f"float32{storage}. It is faster loaded in float32 or bfloat16",
                 stacklevel=4,
             )
 
@@ -168,13 +168,13 @@ def _strips(count: int) -> str:
 
 
 @contextlib.contextmanager
-def in_float32(device: torch.device) -> Iterator[None]:
+def compute_in_float32(device: torch.device) -> Iterator[None]:
     """Make layers compute in float32 for float32 inputs within the block, whatever the type of their weights."""
     with Answered(_WIDENED), torch.autocast(device.type, enabled=False):
         yield
 
 
-def _widened(layer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _widen(layer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     return layer(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
 
 
@@ -182,5 +182,5 @@ def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype.itemsize < 4 else value
 
 
-_WIDENED = {layer: functools.partial(_widened, layer) for layer in (F.conv2d, F.linear)}
+_WIDENED = {layer: functools.partial(_widen, layer) for layer in (F.conv2d, F.linear)}
 """Layers whose weights are widened when they multiply by them."""

@@ -60,7 +60,7 @@ def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -
     if compiles:
         packed.provide_operator()
     for conv in layers:
-        around = functools.partial(_in_code, copies) if compiles else functools.partial(copies.called, conv)
+        around = functools.partial(_run_packed, copies) if compiles else functools.partial(copies.called, conv)
         yield wrap(conv, "_conv_forward", around, "packed_weights")
     for name, component in anatomy.components.items():
         entered = copies.entered_by_code if compiles else copies.entered
@@ -130,11 +130,11 @@ class _Copies:
 
     def entered_by_code(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The same where blocks are compiled, whose code takes what there is: all of the weights as they are now."""
-        if any(made[0] != contents([conv.weight]) for conv, made in self._made.items()):
+        if any(entry[0] != contents([conv.weight]) for conv, entry in self._made.items()):
             self._shape = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with packed.kept({conv.weight.data_ptr(): made[1] for conv, made in self._made.items()}):
+            with packed.provide_copies({conv.weight.data_ptr(): entry[1] for conv, entry in self._made.items()}):
                 return original(*args, **kwargs)
 
         return self.entered(run, *args, **kwargs)
@@ -146,7 +146,7 @@ class _Copies:
                 self._make(conv, conv.weight, (batch, conv.in_channels, *sides))
 
     def _make(self, conv: nn.Conv2d, weight: Tensor, shape: Sequence[int]) -> Tensor:
-        copy = packed.pack(weight, _how(conv), shape)
+        copy = packed.pack(weight, _conv_params(conv), shape)
         self._made[conv] = contents([weight]), copy
         return copy
 
@@ -161,11 +161,11 @@ class _Copies:
         **kwargs: Any,
     ) -> Tensor:
         """Around what a convolution does with the weight that it is called with."""
-        made = self._made.get(conv)
-        if made is None or args or kwargs or not _takes(x, weight):
+        entry = self._made.get(conv)
+        if entry is None or args or kwargs or not _takes(x, weight):
             return original(x, weight, bias, *args, **kwargs)
-        copy = made[1] if made[0] == contents([weight]) else self._make(conv, weight, x.shape)
-        return packed.convolve(x, copy, bias, _how(conv))
+        copy = entry[1] if entry[0] == contents([weight]) else self._make(conv, weight, x.shape)
+        return packed.convolve(x, copy, bias, _conv_params(conv))
 
     def elsewhere(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Free the copies before a call of another component."""
@@ -174,7 +174,7 @@ class _Copies:
         return original(*args, **kwargs)
 
 
-def _in_code(
+def _run_packed(
     copies: _Copies, original: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Around what a convolution does, where it may be compiled: of no layer, so that equal ones share their code."""
@@ -186,7 +186,7 @@ def _in_code(
     return result
 
 
-def _how(conv: nn.Conv2d) -> packed.ConvParams:
+def _conv_params(conv: nn.Conv2d) -> packed.ConvParams:
     padding, stride, dilation = (tuple(map(int, of_side)) for of_side in (conv.padding, conv.stride, conv.dilation))
     return packed.ConvParams(padding, stride, dilation, conv.groups)
 

@@ -55,14 +55,14 @@ def place(components: list[nn.Module], device: torch.device) -> Callable[[], Non
         A function that moves them back and restores every tensor bit for bit.
     """
     if device.type != "cuda":
-        return _moved(components, lambda contents: [data.to(device) for data in contents])
+        return _move(components, lambda contents: [data.to(device) for data in contents])
     with contextlib.ExitStack() as stack:
-        stack.callback(_moved(components, lambda contents: [data.cpu() for data in contents]))  # frees memory for it
-        stack.callback(_moved(components, functools.partial(_in_one_buffer, device=device)))
+        stack.callback(_move(components, lambda contents: [data.cpu() for data in contents]))  # frees memory for it
+        stack.callback(_move(components, functools.partial(_copy_to_buffer, device=device)))
         return stack.pop_all().close
 
 
-def _in_one_buffer(contents: list[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> list[Tensor]:
+def _copy_to_buffer(contents: list[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Copies of ``contents``, in another type on request."""
     likes = [torch.empty_like(data, device="meta", dtype=dtype) for data in contents]
     views = Pool(sum(map(place_bytes, likes)), device).views(likes, 0)
@@ -75,13 +75,13 @@ def convert_in_one_buffer(
     component: nn.Module, device: torch.device, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Convert the component like ``component.to``; afterwards it is one buffer as before."""
-    wanted = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+    wanted = [dtype for dtype in (*args, *kwargs.values()) if isinstance(dtype, torch.dtype)]
     tensors = [tensor for tensor in all_tensors(component) if tensor.is_floating_point()]
     if any(tensor.dtype != dtype for dtype in wanted for tensor in tensors):
         with turn({place_of(device)}):
             begin_stage(device)
             contents = [tensor.data for tensor in tensors]
-            for tensor, data in zip(tensors, _in_one_buffer(contents, device, *wanted), strict=True):
+            for tensor, data in zip(tensors, _copy_to_buffer(contents, device, *wanted), strict=True):
                 set_data(tensor, data)
     return original(*args, **kwargs)
 
@@ -89,17 +89,17 @@ def convert_in_one_buffer(
 def widen_on_host(components: list[nn.Module]) -> Callable[[], None]:
     """Move everything to host memory, with 16-bit floats widened to fp32; return the function that undoes this."""
 
-    def one(data: Tensor) -> Tensor:
+    def widen(data: Tensor) -> Tensor:
         data = data if data.device.type == "cpu" else to_host(data, pin=False)
         with host_account():
             data = data.float() if data.is_floating_point() else data
         mark_host(data)
         return data
 
-    return _moved(components, lambda contents: list(map(one, contents)))
+    return _move(components, lambda contents: list(map(widen, contents)))
 
 
-def _moved(components: list[nn.Module], move: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[], None]:
+def _move(components: list[nn.Module], move: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[], None]:
     """Give the tensors of each component what ``move`` makes of their contents; returns the undoing."""
     places: list[tuple[Tensor, torch.device, torch.dtype]] = []
 
@@ -110,8 +110,8 @@ def _moved(components: list[nn.Module], move: Callable[[list[Tensor]], list[Tens
 
     try:
         for component in components:
-            known = {id(tensor) for tensor, _, _ in places}
-            tensors = [tensor for tensor in all_tensors(component) if id(tensor) not in known]
+            stored = {id(tensor) for tensor, _, _ in places}
+            tensors = [tensor for tensor in all_tensors(component) if id(tensor) not in stored]
             before = [(tensor, tensor.device, tensor.dtype) for tensor in tensors]
             for tensor, data in zip(tensors, move([tensor.data for tensor in tensors]), strict=True):
                 set_data(tensor, data)

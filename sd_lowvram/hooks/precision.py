@@ -90,7 +90,7 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
             yield from _cast_entries(anatomy, name, anatomy.computes.get(name))
         elif kind == _PRODUCTS:
             yield from _widened_layers(component, _is_widened_beside_products)
-            yield from (wrap(one, "forward", _widened_result, "precision") for one in _tables(component))
+            yield from (wrap(table, "forward", _widened_result, "precision") for table in _tables(component))
             yield from HalfProducts(name, component).patches(anatomy.entries[name])
         elif stored is None:
             yield from _autocast(anatomy, name, compute, device)
@@ -112,8 +112,8 @@ def offers(target: Target) -> Iterator[Offer]:
     parts = target.anatomy.components
     sound = target.anatomy.family.known and "transformer" not in parts
     half = "fp16" if target.on_gpu and sound else "bf16"
-    loaded = {one for one in map(loaded_dtype, all_tensors(*parts.values())) if one.is_floating_point}
-    kinds = [half] * any(one.itemsize > 2 for one in loaded)
+    loaded = {dtype for dtype in map(loaded_dtype, all_tensors(*parts.values())) if dtype.is_floating_point}
+    kinds = [half] * any(dtype.itemsize > 2 for dtype in loaded)
     kinds += [_PRODUCTS] * ("transformer" in parts and target.on_gpu and not target.rates.bf16)
     for kind in (None, *kinds) if target.approximate and kinds else ():
         yield Offer(OfferKind.WEIGHTS, {"precision": kind})
@@ -160,7 +160,7 @@ def arithmetic(anatomy: Anatomy, name: str, settings: Settings) -> Arithmetic:
     """
     stored, compute = _types(anatomy, name, settings)
     dtype = compute or dtype_of(anatomy, name, as_loaded=True)
-    loaded = {one for one in map(loaded_dtype, anatomy.components[name].parameters()) if one.is_floating_point}
+    loaded = {dtype for dtype in map(loaded_dtype, anatomy.components[name].parameters()) if dtype.is_floating_point}
     return Arithmetic(
         dtype,
         converted=stored is not None and bool(loaded - {stored}),
@@ -175,9 +175,9 @@ def _fidelity(anatomy: Anatomy, name: str, settings: Settings) -> Fidelity:
         return Fidelity.APPROXIMATE
     if compute is None:
         return Fidelity.BITWISE
-    loaded = {one for one in map(loaded_dtype, all_tensors(anatomy.components[name])) if one.is_floating_point}
-    computed = {anatomy.computes.get(name, one) for one in loaded}
-    if any(narrows(one, stored or compute) for one in loaded) or any(narrows(one, compute) for one in computed):
+    loaded = {dtype for dtype in map(loaded_dtype, all_tensors(anatomy.components[name])) if dtype.is_floating_point}
+    computed = {anatomy.computes.get(name, dtype) for dtype in loaded}
+    if any(narrows(dtype, stored or compute) for dtype in loaded) or any(narrows(dtype, compute) for dtype in computed):
         return Fidelity.APPROXIMATE
     return Fidelity.ROUNDING if computed - {compute} else Fidelity.BITWISE
 
@@ -199,13 +199,13 @@ def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
         for tensor in all_tensors(component):
             if tensor.is_floating_point() and tensor.dtype != dtype:
                 loses = narrows(tensor.dtype, dtype) and not isinstance(tensor, FakeTensor)
-                undoing.callback(_as_before, tensor, tensor.dtype, tensor.data.cpu() if loses else None, dtype)
+                undoing.callback(_undo_cast, tensor, tensor.dtype, tensor.data.cpu() if loses else None, dtype)
                 undoing.callback(remember_loaded(tensor, tensor.dtype))
                 set_data(tensor, _cast(tensor, dtype))
         return undoing.pop_all().close
 
 
-def _as_before(tensor: Tensor, before: torch.dtype, original: Tensor | None, dtype: torch.dtype) -> None:
+def _undo_cast(tensor: Tensor, before: torch.dtype, original: Tensor | None, dtype: torch.dtype) -> None:
     """Undo the conversion to ``dtype``; ``original`` is what it lost."""
     intact = original is not None and same_bits(original.to(dtype), tensor.data.cpu())
     set_data(tensor, original.to(tensor.device) if intact and original is not None else _cast(tensor, before))

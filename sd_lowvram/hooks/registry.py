@@ -35,7 +35,9 @@ def active_hooks(settings: Settings, timing: StepTiming | None = None) -> list[H
     Returns:
         Functions ``(anatomy, settings, device) -> patches``.
     """
-    asked = sorted(((knob.depth, knob.hook_of(value)) for _, knob, value in settings.decided()), key=lambda one: one[0])
+    asked = sorted(
+        ((knob.depth, knob.hook_of(value)) for _, knob, value in settings.decided()), key=lambda choice: choice[0]
+    )
     hooks = [_hook(name) for name in dict.fromkeys(name for _, name in asked) if name]
     return [functools.partial(hook, timing=timing) if hook.__name__ == "offload" else hook for hook in hooks]
 
@@ -53,7 +55,7 @@ def applicable(settings: Settings, anatomy: Anatomy, device: torch.device) -> Se
         SettingsError: two of the knobs exclude each other.
     """
     if isinstance(settings, Preset):
-        acting = (one for one in settings.decided() if _acts(*one[1:], anatomy, settings, device))
+        acting = (choice for choice in settings.decided() if _acts(*choice[1:], anatomy, settings, device))
         settings = Settings(**{name: value for name, _, value in acting})
     elif settings.offload in STREAMED:
         check_streaming(device, settings.offload)
@@ -86,15 +88,15 @@ def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: 
 
 def offered(target: Target) -> list[Offer]:
     """Offers of all hooks for ``target``, the deepest first."""
-    found: list[Offer] = []
+    offers: list[Offer] = []
     asked: set[Any] = set()
-    for knob in sorted(knobs().values(), key=lambda one: one.depth):
+    for knob in sorted(knobs().values(), key=lambda knob: knob.depth):
         for name in knob.hook.values() if isinstance(knob.hook, Mapping) else (knob.hook,):
             home = _home(name)
             if home and home not in asked and hasattr(home, "offers"):
-                found += home.offers(target)
+                offers += home.offers(target)
             asked.add(home)
-    return found if target.anatomy.family.known else [offer for offer in found if _is_about_weights(offer)]
+    return offers if target.anatomy.family.known else [offer for offer in offers if _is_about_weights(offer)]
 
 
 def checked(settings: Settings, anatomy: Anatomy, device: torch.device) -> Settings:

@@ -29,7 +29,7 @@ from ..settings import Settings
 from ..streaming.weight_scopes import hold_weights
 from ..weights import needs_graph
 from .offers import Offer, OfferKind, Target
-from .strips import Span, Statistics, assembled, spans
+from .strips import Span, Statistics, assemble, spans
 
 FEWEST_ROWS = 8
 """Fewest rows of a strip; two more are computed for the halo."""
@@ -56,7 +56,7 @@ def residual_strips(anatomy: Anatomy, settings: Settings, device: torch.device) 
     if not blocks:
         raise NoSiteError("residual strips: the model has no plain residual block")
     for block in blocks:
-        around = functools.partial(_in_strips, look, block, settings.residual_strips or 1)
+        around = functools.partial(_run_in_strips, look, block, settings.residual_strips or 1)
         yield wrap(block, "forward", around, "residual_strips")
 
 
@@ -67,7 +67,7 @@ def offers(target: Target) -> Iterator[Offer]:
             yield Offer(OfferKind.LADDER, {"residual_strips": parts}, level=level, stages=("denoise",))
 
 
-def _in_strips(
+def _run_in_strips(
     look: Callable[..., Residual | None],
     block: nn.Module,
     strips: int,
@@ -94,33 +94,33 @@ def _first_half(
 ) -> tuple[Tensor, Statistics]:
     """Return conv1(act(norm1(x))) + shift as a new map (N, C, H, W), and the statistics of its norm2."""
     after = Statistics(block.norm2)
-    rows, given = _Rows(x, block.conv1), _of_the_map(block, block.conv1, x, before, pieces)
+    rows, facts = _Rows(x, block.conv1), _map_facts(block, block.conv1, x, before, pieces)
 
     def strip(start: int, stop: int) -> Tensor:
-        part = _convolved(block, block.conv1, rows, before, start, stop, given)
+        part = _convolve(block, block.conv1, rows, before, start, stop, facts)
         part = part if shift is None else part + shift.to(part.dtype)
         after.add(part)
         return part
 
-    return assembled(strip, pieces, 2, x), after
+    return assemble(strip, pieces, 2, x), after
 
 
 def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span], after: Statistics) -> Tensor:
     """Return (shortcut(x) + conv2(act(norm2(hidden)))) / scale. It overwrites ``hidden`` if both have one type and
     width.
     """
-    rows, given = _Rows(hidden, block.conv2), _of_the_map(block, block.conv2, hidden, after, pieces)
+    rows, facts = _Rows(hidden, block.conv2), _map_facts(block, block.conv2, hidden, after, pieces)
 
     def strip(start: int, stop: int) -> Tensor:
-        part = _convolved(block, block.conv2, rows, after, start, stop, given)
+        part = _convolve(block, block.conv2, rows, after, start, stop, facts)
         straight = x.narrow(2, start, stop - start)
         part = (straight if block.shortcut is None else block.shortcut(straight)) + part
         return part if block.scale == 1 else part / block.scale
 
-    return assembled(strip, pieces, 2, x, out=hidden)
+    return assemble(strip, pieces, 2, x, out=hidden)
 
 
-def _of_the_map(
+def _map_facts(
     block: Residual, conv: nn.Module, image: Tensor, statistics: Statistics, pieces: list[Span]
 ) -> tuple[Tensor, ...]:
     """Summary of act(norm(map)) for a convolution that depends on its whole map; empty for other convolutions."""
@@ -132,19 +132,19 @@ def _of_the_map(
         return (inner.over_map(block.act(statistics.normalised(strip)) for strip in cut),)
 
 
-def _convolved(
+def _convolve(
     block: Residual,
     conv: nn.Module,
     rows: _Rows,
     statistics: Statistics,
     start: int,
     stop: int,
-    given: tuple[Tensor, ...],
+    facts: tuple[Tensor, ...],
 ) -> Tensor:
     """Rows ``start`` to ``stop`` of conv(act(norm(map)))."""
     strip, above = rows.with_halo(start, stop)
     strip = statistics.normalised(strip)
-    convolved: Tensor = conv(block.act(strip), *given)
+    convolved: Tensor = conv(block.act(strip), *facts)
     return convolved.narrow(2, above, stop - start)
 
 

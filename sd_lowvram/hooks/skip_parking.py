@@ -18,7 +18,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
-from .arguments import changed
+from .arguments import change_tensors
 from .offers import Offer, OfferKind, Target
 from .offloaded_tensor import OffloadedMap, recalled
 
@@ -57,7 +57,9 @@ def offers(target: Target) -> Iterator[Offer]:
 
 
 def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = changed(args, kwargs, recalled)  # modules change no inputs: without parking these are the skips
+    args, kwargs = change_tensors(
+        args, kwargs, recalled
+    )  # modules change no inputs: without parking these are the skips
     result = original(*args, **kwargs)
     if not parks or needs_graph(module, args, kwargs):
         return result

@@ -36,7 +36,7 @@ def spans(total: int, pieces: int, least: int) -> list[Span]:
     return [(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def assembled(
+def assemble(
     make: Callable[[int, int], Tensor], pieces: Sequence[Span], dim: int, like: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Concatenate ``make(start, stop)`` of the pieces along ``dim``; lent weights stay for all pieces.

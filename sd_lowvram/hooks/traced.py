@@ -22,7 +22,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from .captured_calls import Call, CapturedCalls, Replay, kind_of
-from .kept_traces import keep, kept, place_of_trace
+from .kept_traces import keep, place_of_trace, stored_trace
 
 
 def traced(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -67,8 +67,8 @@ class _Traced(CapturedCalls):
 
     def kept(self, call: Call) -> Replay | None:
         place = self._place(call)
-        found = None if place is None else kept(place, self._model)
-        return None if found is None else _replay(*found)
+        trace = None if place is None else stored_trace(place, self._model)
+        return None if trace is None else _replay(*trace)
 
     def _place(self, call: Call) -> Path | None:
         return place_of_trace(self._model, self._settings, kind_of(call, call.tensors[0].device.type))

@@ -26,7 +26,7 @@ from ..weights import needs_graph
 from . import joint_chunks
 from .feed_forward import FEWEST_TOKENS
 from .offers import Offer, OfferKind, Target
-from .strips import Span, assembled, spans
+from .strips import Span, assemble, spans
 
 
 def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -45,8 +45,8 @@ def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.devic
     """
     # processors may change: blocks are looked at in each call
     ways: list[tuple[Callable[..., Any], Callable[..., Any], nn.Module]]
-    ways = [(_in_chunks, anatomy.family.transformer, site.module) for site in anatomy.transformer_blocks]
-    ways += [(joint_chunks.in_chunks, anatomy.family.joint, site.module) for site in anatomy.joint_blocks]
+    ways = [(_run_in_chunks, anatomy.family.transformer, site.module) for site in anatomy.transformer_blocks]
+    ways += [(joint_chunks.run_in_chunks, anatomy.family.joint, site.module) for site in anatomy.joint_blocks]
     if not ways:
         raise NoSiteError("transformer chunks: the model has no transformer block")
     for way, look, block in ways:
@@ -61,7 +61,7 @@ def offers(target: Target) -> Iterator[Offer]:
             yield Offer(OfferKind.LADDER, {"transformer_chunks": parts}, level=level, stages=("denoise",))
 
 
-def _in_chunks(
+def _run_in_chunks(
     look: Callable[..., Transformer | None],
     block: nn.Module,
     chunks: int,
@@ -80,7 +80,7 @@ def _in_chunks(
         if isinstance(attention, AttentionOverMap):
             out = attention.attention.in_chunks(attention.norm, tokens if out is None else out, chunks)
         else:
-            out = _attended(attention, tokens if out is None else out, out, pieces)
+            out = _attend(attention, tokens if out is None else out, out, pieces)
     assert out is not None
 
     attended = out
@@ -90,7 +90,7 @@ def _in_chunks(
         fed_forward: Tensor = parts.feed_forward(parts.norm(part))
         return fed_forward + part
 
-    return assembled(fed, pieces, 1, tokens, out)
+    return assemble(fed, pieces, 1, tokens, out)
 
 
 def _merges(block: Any) -> bool:
@@ -98,11 +98,11 @@ def _merges(block: Any) -> bool:
     return any(hook == "merge_tokens" for _, hook, _ in roles_of(block.attn1))
 
 
-def _attended(parts: TokenAttention, tokens: Tensor, out: Tensor | None, pieces: list[Span]) -> Tensor:
+def _attend(parts: TokenAttention, tokens: Tensor, out: Tensor | None, pieces: list[Span]) -> Tensor:
     """tokens + attend(norm(tokens)), written into ``out`` (which may be ``tokens``), or into a new tensor."""
     if parts.context is None:
-        keys = _projected(parts.norm, parts.to_k, tokens, pieces)
-        values = _projected(parts.norm, parts.to_v, tokens, pieces)
+        keys = _project(parts.norm, parts.to_k, tokens, pieces)
+        values = _project(parts.norm, parts.to_v, tokens, pieces)
     else:
         keys, values = parts.to_k(parts.context), parts.to_v(parts.context)
 
@@ -111,12 +111,12 @@ def _attended(parts: TokenAttention, tokens: Tensor, out: Tensor | None, pieces:
         return parts.attend(parts.norm(part), keys) + part
 
     with _answering(parts.to_k, keys), _answering(parts.to_v, values):
-        return assembled(attended, pieces, 1, tokens, out)
+        return assemble(attended, pieces, 1, tokens, out)
 
 
-def _projected(norm: nn.Module, projection: nn.Module, tokens: Tensor, pieces: list[Span]) -> Tensor:
+def _project(norm: nn.Module, projection: nn.Module, tokens: Tensor, pieces: list[Span]) -> Tensor:
     """projection(norm(tokens)) of all tokens."""
-    return assembled(lambda start, stop: projection(norm(tokens[:, start:stop])), pieces, 1, tokens)
+    return assemble(lambda start, stop: projection(norm(tokens[:, start:stop])), pieces, 1, tokens)
 
 
 @contextlib.contextmanager

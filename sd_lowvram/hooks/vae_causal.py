@@ -42,7 +42,7 @@ from ..settings import Settings
 from ..streaming.weight_scopes import hold_weights
 from ..units import MIB
 from ..weights import needs_graph, placed
-from .causal_rows import Turn, called_as_the_whole, layers_of
+from .causal_rows import Turn, call_like_whole, layers_of
 from .overflow import is_finite
 
 _STRIP_BYTES = 16 * MIB
@@ -60,8 +60,8 @@ def causal_patches(vae: Any, settings: Settings) -> Iterator[Patch]:
         settings: ``vae_strip_mib`` bounds a strip.
     """
     hosted = is_hosted(vae)
-    decode: Callable[..., Any] = _decoded_by_host if hosted else _decoded
-    encode: Callable[..., Any] = _encoded_by_host if hosted else _encoded
+    decode: Callable[..., Any] = _decoded_by_host if hosted else _decode
+    encode: Callable[..., Any] = _encoded_by_host if hosted else _encode
     for part, name, whole in ((vae.decoder, "decode", decode), (vae.encoder, "encode", encode)):
         run = functools.partial(_through, vae, part, settings, name)
         yield Patch(part, "forward", functools.partial(functools.partial, run), exclusive=True, hook="vae_exact")
@@ -69,33 +69,33 @@ def causal_patches(vae: Any, settings: Settings) -> Iterator[Patch]:
         yield Patch(vae, name if hosted else f"_{name}", around, exclusive=True, hook="vae_exact")
 
 
-def _decoded(vae: Any, original: Callable[..., Any], z: Tensor, return_dict: bool = True) -> Any:
+def _decode(vae: Any, original: Callable[..., Any], z: Tensor, return_dict: bool = True) -> Any:
     if needs_graph(vae, z):
         return original(z, return_dict=return_dict)
     from diffusers.models.autoencoders.vae import DecoderOutput
 
-    made = _unpacked(vae.decoder(vae.post_quant_conv(z)), _patch(vae)).clamp_(-1, 1)
-    return DecoderOutput(sample=made) if return_dict else (made,)
+    pixels = _unpack(vae.decoder(vae.post_quant_conv(z)), _patch(vae)).clamp_(-1, 1)
+    return DecoderOutput(sample=pixels) if return_dict else (pixels,)
 
 
-def _encoded(vae: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _encode(vae: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
     if needs_graph(vae, x):
         return original(x)
     frames = 1 + (x.shape[2] - 1) // FRAMES * FRAMES
-    moments: Tensor = vae.quant_conv(vae.encoder(_packed(x[:, :, :frames], _patch(vae))))
+    moments: Tensor = vae.quant_conv(vae.encoder(_pack(x[:, :, :frames], _patch(vae))))
     return moments
 
 
 def _decoded_by_host(vae: Any, original: Callable[..., Tensor], z: Tensor) -> Tensor:
     if needs_graph(vae, z):
         return original(z)
-    return _unpacked(vae.decoder(vae.conv2(z)), hosted_patch(vae))
+    return _unpack(vae.decoder(vae.conv2(z)), hosted_patch(vae))
 
 
 def _encoded_by_host(vae: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
     if needs_graph(vae, x) or (x.shape[2] - 1) % FRAMES:  # what it makes of frames left over is its own affair
         return original(x)
-    moments = vae.conv1(vae.encoder(_packed(x, hosted_patch(vae))))
+    moments = vae.conv1(vae.encoder(_pack(x, hosted_patch(vae))))
     mean: Tensor = moments.chunk(2, dim=1)[0]
     return mean
 
@@ -104,7 +104,7 @@ def _patch(vae: Any) -> int:
     return int(vae.config.get("patch_size") or 1)
 
 
-def _packed(x: Tensor, side: int) -> Tensor:
+def _pack(x: Tensor, side: int) -> Tensor:
     """Squares of ``side`` pixels as channels, column by column."""
     if side == 1:
         return x
@@ -113,7 +113,7 @@ def _packed(x: Tensor, side: int) -> Tensor:
     return packed
 
 
-def _unpacked(x: Tensor, side: int) -> Tensor:
+def _unpack(x: Tensor, side: int) -> Tensor:
     if side == 1:
         return x
     squares = x.unflatten(1, (-1, side, side))
@@ -154,15 +154,15 @@ def run_causal(steps: Sequence[CausalStep], x: Tensor, settings: Settings, stage
     Raises:
         NotFiniteError: ``x`` contains NaN or infinity, or the layers produce them.
     """
-    made = _StripPass(steps, settings, stage)(x)
-    if not isinstance(x, FakeTensor) and not is_finite(made):
+    result = _StripPass(steps, settings, stage)(x)
+    if not isinstance(x, FakeTensor) and not is_finite(result):
         if not is_finite(x):
             raise NotFiniteError(f"{stage}: its input has NaN or infinity")
         raise NotFiniteError(
             f"{stage}: the autoencoder's output for {tuple(x.shape)} in {x.dtype} has NaN or infinity: "
             "load it in float32 or bfloat16 (--precision fp32 or bf16), or another one if it is"
         )
-    return made
+    return result
 
 
 class _StripPass:
@@ -198,10 +198,10 @@ class _StripPass:
         rows = max(least, self.strip_bytes // row_bytes // least * least)
         layers, height, _ = layers_of(steps, x.shape[3], x.shape[4], rows)
         starts = list(range(0, x.shape[3], rows))
-        made = _frames_of(steps, frames)
+        counts = _frames_of(steps, frames)
         done = [0] * len(frames)
         out: Tensor | None = None
-        for number in self._each(len(starts), math.ceil(lag / rows) + 2, x):
+        for number in self._strips_to_run(len(starts), math.ceil(lag / rows) + 2, x):
             last = number == len(starts) - 1
             for chunk, count in enumerate(frames):
                 first = sum(frames[:chunk])
@@ -211,9 +211,9 @@ class _StripPass:
                 if new is None:
                     continue
                 if out is None:
-                    out = new.new_empty((*new.shape[:2], sum(made), height, new.shape[4]))
+                    out = new.new_empty((*new.shape[:2], sum(counts), height, new.shape[4]))
                 start = height - new.shape[3] if last else done[chunk]
-                place = out.narrow(2, sum(made[:chunk]), made[chunk]).narrow(3, start, new.shape[3])
+                place = out.narrow(2, sum(counts[:chunk]), counts[chunk]).narrow(3, start, new.shape[3])
                 place.copy_(new)
                 done[chunk] += new.shape[3]
                 del new, place
@@ -222,7 +222,7 @@ class _StripPass:
         return out
 
     @staticmethod
-    def _each(count: int, filling: int, like: Tensor) -> Iterator[int]:
+    def _strips_to_run(count: int, filling: int, like: Tensor) -> Iterator[int]:
         """Yield the numbers of strips. On fake tensors one strip represents all but the last, once all layers are
         filled.
         """
@@ -257,7 +257,7 @@ class _StripPass:
                 mixed = F.scaled_dot_product_attention(query[:, None], keys[:, None], values[:, None])[:, 0]
                 del query
                 mixed = mixed.transpose(1, 2).unflatten(2, (-1, width)).contiguous()
-                strip.add_(called_as_the_whole(step.proj, whole, mixed))
+                strip.add_(call_like_whole(step.proj, whole, mixed))
                 del mixed
 
     def _report(self, share: float, like: Tensor) -> None:
@@ -267,7 +267,7 @@ class _StripPass:
 
 def _queries_keys_values(step: FrameAttention, rows: Tensor, whole: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values (N, pixels, C) of rows (N, C, rows, W) of a map of shape ``whole``."""
-    joined = called_as_the_whole(step.to_qkv, whole, step.norm(rows))
+    joined = call_like_whole(step.to_qkv, whole, step.norm(rows))
     query, key, value = joined.flatten(2).transpose(1, 2).chunk(3, 2)
     return query, key, value
 

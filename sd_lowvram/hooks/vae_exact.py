@@ -79,7 +79,7 @@ def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
     if getattr(vae, "use_tiling", False):
         yield replace(vae, "use_tiling", False, "vae_exact")
     if hasattr(vae, "enable_tiling"):
-        yield replace(vae, "enable_tiling", _no_other_tiling, "vae_exact")
+        yield replace(vae, "enable_tiling", _refuse_tiling, "vae_exact")
 
 
 def offers(target: Target) -> Iterator[Offer]:
@@ -98,10 +98,10 @@ def offers(target: Target) -> Iterator[Offer]:
         return
     levels = [(1, "held", None), (2, "parked", None), (2, "parked", 4), (2, "recomputed", None)]
     least = levels[2] if target.on_gpu else (2, "recomputed", 4)
-    for one in dict.fromkeys([*levels, least]):
-        level, place, mib = one
+    for cell in dict.fromkeys([*levels, least]):
+        level, place, mib = cell
         ways = {"vae_tiles": "exact", "vae_map": place, **({} if mib is None else {"vae_strip_mib": mib})}
-        yield Offer(OfferKind.INSTEAD, ways, level=level, stages=("encode", "decode"), least=one == least)
+        yield Offer(OfferKind.INSTEAD, ways, level=level, stages=("encode", "decode"), least=cell == least)
 
 
 def divides(vae: Any) -> bool:
@@ -135,7 +135,7 @@ def _exactly(
     return run_exact(steps.decoder if stage == "decode" else steps.encoder, x, settings, stage)
 
 
-def _no_other_tiling(*args: Any, **kwargs: Any) -> None:
+def _refuse_tiling(*args: Any, **kwargs: Any) -> None:
     warnings.warn("exact tiles are attached and bound the memory already: enable_tiling() is ignored", stacklevel=3)
 
 
@@ -211,7 +211,7 @@ class _StripPass:
     """A pass of a map through the steps."""
 
     def __init__(self, steps: Sequence[Step], x: Tensor, settings: Settings, stage: str, watch: OverflowCheck) -> None:
-        self.groups = _grouped(steps, settings.vae_map == "recomputed")
+        self.groups = _group_steps(steps, settings.vae_map == "recomputed")
         self.input = x
         self.stage = stage
         self.watch = watch
@@ -231,27 +231,27 @@ class _StripPass:
     def __call__(self) -> Tensor:
         x: AnyMap = Given(self.input)
         del self.input
-        known: Statistics | None = None
+        statistics: Statistics | None = None
         for number, group in enumerate(self.groups):
             self.done = number
             after = _first_norm(self.groups[number + 1]) if number + 1 < len(self.groups) else None
-            known, x = self._group(x, known, group, after)
+            statistics, x = self._group(x, statistics, group, after)
         assert isinstance(x, Map)
         return x.data
 
     def _group(
-        self, x: AnyMap, known: Statistics | None, group: list[Step], after: nn.GroupNorm | None
+        self, x: AnyMap, summary: Statistics | None, group: list[Step], after: nn.GroupNorm | None
     ) -> tuple[Statistics | None, AnyMap]:
         """The map after the steps of ``group``, with the statistics that the next group starts from."""
         if len(group) == 1 and isinstance(group[0], Attention):
-            return self._attention(x, known, group[0], after)
+            return self._attention(x, summary, group[0], after)
         if len(group) == 1 and isinstance(group[0], Residual):
             block = group[0]
             both = math.prod(x.shape) * self.itemsize * (1 + block.norm2.num_channels / block.norm1.num_channels)
             if self.parks or both <= _PLAIN_MAPS / 2 * self.largest:
-                return self._two_maps(x, known, block, after)
+                return self._two_maps(x, summary, block, after)
         operations = [operation for step in group for operation in operations_of(step)]
-        statistics = [known]
+        statistics = [summary]
         for place in range(1, len(operations)):
             norm = operations[place].norm
             gathered = Statistics(norm, self.fused) if norm is not None else None
@@ -265,12 +265,12 @@ class _StripPass:
         return gathered, sink
 
     def _two_maps(
-        self, x: AnyMap, known: Statistics | None, block: Residual, after: nn.GroupNorm | None
+        self, x: AnyMap, statistics: Statistics | None, block: Residual, after: nn.GroupNorm | None
     ) -> tuple[Statistics | None, AnyMap]:
         """A residual block with its inner map stored: every convolution runs once."""
         first, second = first_half(block), second_half(block)
         inner = Statistics(block.norm2, self.fused)
-        hidden = self._sweep(x, None, [first], [known], "new", inner, of_hidden=True)
+        hidden = self._sweep(x, None, [first], [statistics], "new", inner, of_hidden=True)
         gathered = Statistics(after, self.fused) if after is not None else None
         sink = self._sweep(x, hidden, [second], [inner], "new" if self.wraps else hidden, gathered)
         return gathered, sink
@@ -305,14 +305,14 @@ class _StripPass:
         for number, (start, stop) in self._each(cuts, operations):
             if isinstance(sink, _Overwritten):
                 sink.written_to(start)
-            kept = self.watch.rows(compute, start, stop, final)
+            part = self.watch.rows(compute, start, stop, final)
             if isinstance(sink, str):
-                sink = self._new((x.shape[0], kept.shape[1], height, width), kept, sink)
+                sink = self._new((x.shape[0], part.shape[1], height, width), part, sink)
             if gathered is not None:
-                gathered.add(kept)
+                gathered.add(part)
             if sink is not None:
-                _store(sink, slice(start, stop), kept)
-            del kept
+                _store(sink, slice(start, stop), part)
+            del part
             self._report((number + 1) / len(cuts))
         return sink._map if isinstance(sink, _Overwritten) else sink
 
@@ -337,22 +337,22 @@ class _StripPass:
         del inside
         if wide:
             strip.widen()
-        for operation, known in zip(operations, statistics, strict=True):
-            strip = operation.run(strip, known)
-        made = strip.hidden if of_hidden and strip.hidden is not None else strip.x
-        return made[:, :, start - strip.start : stop - strip.start]
+        for operation, statistic in zip(operations, statistics, strict=True):
+            strip = operation.run(strip, statistic)
+        result = strip.hidden if of_hidden and strip.hidden is not None else strip.x
+        return result[:, :, start - strip.start : stop - strip.start]
 
     @hold_weights()
     def _attention(
-        self, x: AnyMap, known: Statistics | None, step: Attention, after: nn.GroupNorm | None
+        self, x: AnyMap, statistics: Statistics | None, step: Attention, after: nn.GroupNorm | None
     ) -> tuple[Statistics | None, AnyMap]:
         """Keys and values of all pixels are held, queries come by strips; the result is written over the map."""
-        assert known is not None
+        assert statistics is not None
         count, channels, height, width = x.shape
         rows = max(1, self.strip_bytes // (count * channels * width * self.itemsize))
         cuts = list(spans(height, rows))
-        held = self.watch.whole(functools.partial(self._keys_and_values, x, known, step, rows))
-        compute = functools.partial(self._mixed, x, known, step, held)
+        held = self.watch.whole(functools.partial(self._keys_and_values, x, statistics, step, rows))
+        compute = functools.partial(self._mix, x, statistics, step, held)
         gathered = Statistics(after, self.fused) if after is not None else None
         for number, (start, stop) in self._each(cuts):
             mixed = self.watch.rows(compute, start, stop)
@@ -365,7 +365,7 @@ class _StripPass:
         return gathered, x
 
     def _keys_and_values(
-        self, x: AnyMap, known: Statistics, step: Attention, rows: int, wide: bool
+        self, x: AnyMap, statistics: Statistics, step: Attention, rows: int, wide: bool
     ) -> tuple[Tensor, ...]:
         """Keys and values of all pixels, (N, heads, pixels, C / heads) each; ``wide``: from float32, stored in
         bfloat16.
@@ -376,7 +376,7 @@ class _StripPass:
         values: Tensor | None = None
         for _, (start, stop) in self._each(cuts):
             strip = x.load(slice(start, stop))
-            tokens = _tokens(known.normalised(strip.float() if wide else strip))
+            tokens = _tokens(statistics.normalised(strip.float() if wide else strip))
             key, value_ = step.to_k(tokens), step.to_v(tokens)
             if wide:
                 key, value_ = key.bfloat16(), value_.bfloat16()
@@ -386,10 +386,10 @@ class _StripPass:
         assert keys is not None and values is not None
         return _heads(keys, step.heads), _heads(values, step.heads)
 
-    def _mixed(
+    def _mix(
         self,
         x: AnyMap,
-        known: Statistics,
+        statistics: Statistics,
         step: Attention,
         held: tuple[Tensor, ...],
         start: int,
@@ -400,7 +400,7 @@ class _StripPass:
         strip = x.load(slice(start, stop))
         strip = strip.float() if wide else strip
         keys, values = held
-        queries = _heads(step.to_q(_tokens(known.normalised(strip))), step.heads)
+        queries = _heads(step.to_q(_tokens(statistics.normalised(strip))), step.heads)
         mixed: Tensor = fused_softmax(queries.to(keys.dtype), keys, values, score_bytes=self.strip_bytes)
         del queries
         mixed = mixed.float() if wide else mixed
@@ -438,7 +438,7 @@ def _store(sink: Any, rows: slice, strip: Tensor) -> None:
     sink.store(rows, strip)
 
 
-def _grouped(steps: Sequence[Step], recomputed: bool) -> list[list[Step]]:
+def _group_steps(steps: Sequence[Step], recomputed: bool) -> list[list[Step]]:
     """Group steps: one each; with ``recomputed`` those at the largest size share one, up to the change of size."""
     each = [[step] for step in steps]
     changes = [place for place, step in enumerate(steps) if isinstance(step, Upsample | Downsample)]

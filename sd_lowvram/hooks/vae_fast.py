@@ -48,19 +48,19 @@ def vae_fast(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
     widths = anatomy.config(anatomy.autoencoder or "").get("block_out_channels", (0,) * 4)
     factor = 2 ** (len(widths) - 1)
     for part, up, down, stage in ((vae.decoder, factor, 1, "decode"), (vae.encoder, 1, factor, "encode")):
-        around = functools.partial(_tiled, up=up, down=down, stage=stage)
+        around = functools.partial(_run_tiled, up=up, down=down, stage=stage)
         yield Patch(part, "forward", functools.partial(functools.partial, around), exclusive=True, hook="vae_fast")
 
 
-def _tiled(
+def _run_tiled(
     original: Callable[..., Tensor], x: Tensor, *args: Any, up: int, down: int, stage: str, **kwargs: Any
 ) -> Tensor:
     if max(x.shape[2:]) <= TILE * down:
         return original(x, *args, **kwargs)
-    return blended(lambda tile: original(tile, *args, **kwargs), x, TILE * down, OVERLAP * down, up, down, stage)
+    return blend(lambda tile: original(tile, *args, **kwargs), x, TILE * down, OVERLAP * down, up, down, stage)
 
 
-def blended(
+def blend(
     run: Callable[[Tensor], Tensor],
     x: Tensor,
     tile: int,

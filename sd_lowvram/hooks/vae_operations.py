@@ -20,11 +20,11 @@ def _neighbours(start: int, stop: int) -> tuple[int, int]:
     return start - 1, stop + 1
 
 
-def _before_doubling(start: int, stop: int) -> tuple[int, int]:
+def _halve_rows(start: int, stop: int) -> tuple[int, int]:
     return (start - 1) // 2, -(-(stop + 1) // 2)
 
 
-def _before_halving(start: int, stop: int) -> tuple[int, int]:
+def _double_rows(start: int, stop: int) -> tuple[int, int]:
     return 2 * start, 2 * stop + 1
 
 
@@ -73,12 +73,12 @@ def second_half(block: Residual) -> Operation:
         hidden, strip.hidden = strip.hidden, None
         result = strip.convolve(block.conv2, statistics.activated(hidden))
         del hidden
-        return strip.shrunk(_joined(block, strip.inner(strip.x), result))
+        return strip.shrunk(_join(block, strip.inner(strip.x), result))
 
     return Operation(run, block.norm2, of_hidden=True)
 
 
-def _joined(block: Residual, x: Tensor, result: Tensor) -> Tensor:
+def _join(block: Residual, x: Tensor, result: Tensor) -> Tensor:
     shortcut = x if block.shortcut is None else block.shortcut(x)
     result = result.add_(shortcut)
     return result if block.scale == 1.0 else result.div_(block.scale)
@@ -90,7 +90,7 @@ def _upsampling(step: Upsample) -> Operation:
         doubled = Strip(large, 2 * strip.start, 2 * strip.height, strip.wraps)
         return doubled.shrunk(doubled.convolve(step.conv, large))
 
-    return Operation(run, needs=_before_doubling, resize=2.0)
+    return Operation(run, needs=_halve_rows, resize=2.0)
 
 
 def _downsampling(step: Downsample) -> Operation:
@@ -102,7 +102,7 @@ def _downsampling(step: Downsample) -> Operation:
         result = step.conv(nn.functional.pad(data, (0, 1, 0, int(last))))
         return Strip(result, start // 2, strip.height // 2, strip.wraps)
 
-    return Operation(run, needs=_before_halving, resize=0.5)
+    return Operation(run, needs=_double_rows, resize=0.5)
 
 
 def operations_of(step: Step) -> list[Operation]:

@@ -40,10 +40,10 @@ def vae_slices(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
         if not is_hosted(vae):
             yield replace(vae, "use_slicing", True, "vae_slices")
             return
-        yield from (wrap(vae, entry, _one_by_one, "vae_slices") for entry in ("decode", "encode"))
+        yield from (wrap(vae, entry, _run_single, "vae_slices") for entry in ("decode", "encode"))
         return
     for part in (vae.decoder, vae.encoder):
-        yield wrap(part, "forward", _one_by_one, "vae_slices")
+        yield wrap(part, "forward", _run_single, "vae_slices")
 
 
 def offers(target: Target) -> Iterator[Offer]:
@@ -52,7 +52,7 @@ def offers(target: Target) -> Iterator[Offer]:
         yield Offer(OfferKind.ALWAYS, {"vae_slices": True})
 
 
-def _one_by_one(original: Callable[..., Tensor], batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _run_single(original: Callable[..., Tensor], batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if len(batch) == 1:
         return original(batch, *args, **kwargs)
     together: Tensor | None = None

@@ -39,7 +39,7 @@ def vae_whole(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
     """
     vae: Any = anatomy.vae
     for name, stage in (("decoder", "decode"), ("encoder", "encode")) if vae is not None else ():
-        around = functools.partial(_looked_at, vae, dataclasses.replace(settings, vae_map=None), stage)
+        around = functools.partial(_check_result, vae, dataclasses.replace(settings, vae_map=None), stage)
         yield wrap(getattr(vae, name), "forward", around, "vae_whole")
 
 
@@ -49,14 +49,14 @@ def offers(target: Target) -> Iterator[Offer]:
         yield Offer(OfferKind.INSTEAD, {"vae_tiles": "off"}, stages=("encode", "decode"), least=not tiled)
 
 
-def _looked_at(
+def _check_result(
     vae: Any, settings: Settings, stage: str, original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    made = original(x, *args, **kwargs)
+    result = original(x, *args, **kwargs)
     learns = torch.is_grad_enabled() and x.requires_grad
-    if learns or isinstance(x, FakeTensor) or is_finite(made):
-        return made
-    del made
+    if learns or isinstance(x, FakeTensor) or is_finite(result):
+        return result
+    del result
     steps = dissect(vae)  # at each call, as a LoRA may have been loaded since
     if steps is None:
         raise NotFiniteError(

@@ -142,7 +142,7 @@ class _Stored:
         weight, before = self._weight, self._weight.data
         self._trained, home = weight.requires_grad, before.device
         with torch.inference_mode(False), torch.no_grad():
-            eight, self._scale = _quantised(before, self._kind, self._device)
+            eight, self._scale = _quantise_on(before, self._kind, self._device)
             self._original = before if before.device.type == "cpu" else to_host(before, pin=False)
             weight.requires_grad_(False)  # integers cannot be trained
             set_data(weight, eight)
@@ -200,7 +200,7 @@ class _Untrainable(torch.autograd.Function):
         )
 
 
-def _quantised(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def _quantise_on(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """The 8 bits where ``weight`` is, the scales on ``device``, which does the arithmetic faster than a CPU would."""
     if active_fake_mode(weight) is None and not weight.is_meta:
         stored, scale = quantise(weight.to(device), kind)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..compat import autocast_dtype
 from ..errors import NoSiteError
-from ..kernels.winograd import SIDE, convolve, transformed
+from ..kernels.winograd import SIDE, convolve, transform_weight
 from ..models.anatomy import Anatomy
 from ..patches import Answered, Patch, wrap
 from ..settings import Settings
@@ -50,7 +50,7 @@ def winograd(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
     if not sites:
         raise NoSiteError("winograd: the target has no autoencoder with 3x3 convolutions of 64 channels or more")
     for site in sites:
-        yield wrap(site, "forward", functools.partial(_by_winograd, site), "winograd")
+        yield wrap(site, "forward", functools.partial(_run_winograd, site), "winograd")
 
 
 def offers(target: Target) -> Iterator[Offer]:
@@ -69,7 +69,7 @@ def _suits(module: nn.Module) -> bool:
     )
 
 
-def _by_winograd(layer: nn.Module, original: Callable[..., Tensor], x: Tensor, *args: Any, **kw: Any) -> Tensor:
+def _run_winograd(layer: nn.Module, original: Callable[..., Tensor], x: Tensor, *args: Any, **kw: Any) -> Tensor:
     if not _takes(x) or needs_graph(layer, x):
         return original(x, *args, **kw)
     with Answered({F.conv2d: _convolution}):
@@ -94,4 +94,4 @@ def _convolution(
     plain = weight.shape[2:] == (3, 3) and groups == 1 and padding in (1, (1, 1)) and stride in (1, (1, 1))
     if not plain or input.dtype != torch.float32 or weight.dtype != torch.float32:
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    return convolve(input, transformed(weight), bias)
+    return convolve(input, transform_weight(weight), bias)

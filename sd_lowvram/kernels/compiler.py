@@ -60,7 +60,7 @@ def _lacks_on_cpu() -> str | None:
 
 
 @functools.lru_cache(maxsize=512)
-def compiled_apart(function: Callable[..., Any], facts: Any) -> Callable[..., Any]:
+def compile_private(function: Callable[..., Any], facts: Any) -> Callable[..., Any]:
     """Compile a private copy of ``function`` for each ``facts``, so that Dynamo's guard lists stay short and code that
     users compile is untouched."""
     name = f"{function.__name__}_{abs(hash((function.__qualname__, facts)))}"
@@ -73,7 +73,7 @@ def compiled_apart(function: Callable[..., Any], facts: Any) -> Callable[..., An
 
 def forget() -> None:
     """Drop what was compiled in this process; its files stay."""
-    compiled_apart.cache_clear()
+    compile_private.cache_clear()
     reset_compiler()
 
 
@@ -95,16 +95,16 @@ def compiling() -> Iterator[None]:
             os.environ.pop(_CACHE_VARIABLE, None)
             os.environ.update({} if named is None else {_CACHE_VARIABLE: named})
             if compiled_graphs() > before:
-                bound(ours, _CACHE_BYTES)
+                limit_folder(ours, _CACHE_BYTES)
 
 
 def _folder() -> Path:
-    kept = _of_the_cache(folder_of("compiled"))
-    return kept or Path(_of_this_process().name)
+    cached = _make_private(folder_of("compiled"))
+    return cached or Path(_process_folder().name)
 
 
 @functools.cache
-def _of_the_cache(folder: Path | None) -> Path | None:
+def _make_private(folder: Path | None) -> Path | None:
     """Return ``folder``, made private; None: it cannot be made, or holds what belongs to another user."""
     if folder is None:
         return None
@@ -115,11 +115,11 @@ def _of_the_cache(folder: Path | None) -> Path | None:
 
 
 @functools.cache
-def _of_this_process() -> tempfile.TemporaryDirectory[str]:
+def _process_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="sd-lowvram-compiled-")
 
 
-def bound(folder: Path, most_bytes: int) -> None:
+def limit_folder(folder: Path, most_bytes: int) -> None:
     """Remove what was written first of ``folder`` until it holds no more than ``most_bytes``: what is missing there is
     compiled anew."""
     files = []

@@ -55,7 +55,7 @@ def unfolds(shape: Sequence[int], kernel: Sequence[int], stride: Sequence[int] =
 def is_unfolded(image: Tensor, kernel: Sequence[int], stride: Sequence[int], groups: int) -> bool:
     """True if torch's own kernel convolves ``image``, not oneDNN's."""
     if image.dtype in _HALF:
-        return not by_onednn(image.dtype)
+        return not runs_onednn(image.dtype)
     return not is_float32_on_cpu(image) or unfolds(image.shape, kernel, stride, groups)
 
 
@@ -77,10 +77,10 @@ _CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkld
 
 
 @functools.cache
-def by_onednn(dtype: torch.dtype) -> bool:
+def runs_onednn(dtype: torch.dtype) -> bool:
     """True if torch passes convolutions of this 16-bit type to oneDNN."""
-    known = getattr(torch.ops.mkldnn, _CHECKS[dtype], None)
-    return known is not None and torch.backends.mkldnn.is_available() and bool(known())
+    check = getattr(torch.ops.mkldnn, _CHECKS[dtype], None)
+    return check is not None and torch.backends.mkldnn.is_available() and bool(check())
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def has_tiles() -> bool:
 
 def facts() -> tuple[Any, ...]:
     """Facts on this processor that the bytes of convolutions depend on."""
-    return torch.get_num_threads(), *map(by_onednn, _HALF), beyond_sse(), has_tiles()
+    return torch.get_num_threads(), *map(runs_onednn, _HALF), beyond_sse(), has_tiles()
 
 
 def onednn_bytes(image: Tensor, weight: Tensor, result: Tensor, groups: int, last: bool) -> int:
@@ -112,7 +112,7 @@ def onednn_bytes(image: Tensor, weight: Tensor, result: Tensor, groups: int, las
         last: the channels come last, and only weights are brought into another order.
     """
     kernel, half, channels = weight.shape[2:], image.dtype in _HALF, result.shape[1]
-    padded, threads = _filled(result.nbytes, channels, _LANES), torch.get_num_threads()
+    padded, threads = _padded_size(result.nbytes, channels, _LANES), torch.get_num_threads()
     if not half and not beyond_sse():
         if image.dim() == 5:
             columns = image.shape[1] // groups * math.prod(kernel) * result.shape[3:].numel()
@@ -121,13 +121,15 @@ def onednn_bytes(image: Tensor, weight: Tensor, result: Tensor, groups: int, las
             return weight.nbytes + threads * (image.nbytes + padded)
     scratch = _tile_bytes(image, kernel) if half and has_tiles() else 0
     if last:
-        return _filled(weight.nbytes, channels, _COLUMNS) + scratch + (threads + 1) * _PAGE
+        return _padded_size(weight.nbytes, channels, _COLUMNS) + scratch + (threads + 1) * _PAGE
     if half and math.prod(kernel) == 1:
         return image.nbytes + weight.nbytes + 2 * result.nbytes + scratch
     if half:
         return max(image.nbytes + weight.nbytes + scratch, 2 * result.nbytes)
     blocks = threads * _TILES if channels % _LANES else 0
-    return max(image.nbytes + _filled(weight.nbytes, channels, 2 * _LANES) + padded - result.nbytes + blocks, padded)
+    return max(
+        image.nbytes + _padded_size(weight.nbytes, channels, 2 * _LANES) + padded - result.nbytes + blocks, padded
+    )
 
 
 _LANES, _COLUMNS = 8, 24
@@ -136,7 +138,7 @@ _PAGE = 4 << 10
 """Bytes in which each thread has the places of its blocks, and to which scratch is filled up."""
 
 
-def _filled(size: int, channels: int, lanes: int) -> int:
+def _padded_size(size: int, channels: int, lanes: int) -> int:
     return size // channels * -(-channels // lanes) * lanes
 
 
@@ -161,7 +163,7 @@ def _tile_bytes(image: Tensor, kernel: Sequence[int]) -> int:
     return torch.get_num_threads() * (_TILES + min(2 * math.prod(sides) * pixel, max(_BLOCK, _ROWS * row)))
 
 
-def as_the_whole(
+def convolve_like_whole(
     whole: Sequence[int],
     x: Tensor,
     weight: Tensor,

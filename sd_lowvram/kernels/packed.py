@@ -51,7 +51,7 @@ _kept: ContextVar[Mapping[int, Tensor]] = ContextVar("weights in order, by the p
 
 
 @contextlib.contextmanager
-def kept(copies: Mapping[int, Tensor]) -> Iterator[None]:
+def provide_copies(copies: Mapping[int, Tensor]) -> Iterator[None]:
     """Make these copies available to compiled code within the block."""
     token = _kept.set(copies)
     try:

@@ -25,12 +25,12 @@ def quantise(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     smallest = numbers.tiny * numbers.eps if weight.dtype == torch.float16 else numbers.tiny
     if kind == "fp8":
         scale = torch.exp2(torch.ceil(torch.log2(largest.clamp_min(smallest)))).to(weight.dtype)
-        return _scaled(weight, scale, 448.0).to(torch.float8_e4m3fn).view(torch.uint8), scale
+        return _scale(weight, scale, 448.0).to(torch.float8_e4m3fn).view(torch.uint8), scale
     scale = (largest * (1 + numbers.eps)).clamp_min(smallest).to(weight.dtype)
-    return _scaled(weight, scale, 127.0).round_().to(torch.int8), scale
+    return _scale(weight, scale, 127.0).round_().to(torch.int8), scale
 
 
-def _scaled(weight: Tensor, scale: Tensor, largest: float) -> Tensor:
+def _scale(weight: Tensor, scale: Tensor, largest: float) -> Tensor:
     return (weight.detach().float() / scale.float()).clamp_(-largest, largest)
 
 

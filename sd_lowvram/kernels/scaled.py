@@ -10,7 +10,7 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 """Types in which files hold such weights."""
 
 
-def widened(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def widen_scaled(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A weight of 8 bits in ``dtype``, by the arithmetic of ComfyUI: fp8 times its scale in ``dtype``, int8 times its
     scale in float32.
 
@@ -37,7 +37,7 @@ class ScaledLinear(nn.Linear):
         """
         Args:
             stored: the weight (out, in) as the file has it.
-            scale: as :func:`widened` takes it.
+            scale: as :func:`widen_scaled` takes it.
             bias: (out,), in the type in which the model computes, or None.
             computes: that type.
         """
@@ -53,5 +53,5 @@ class ScaledLinear(nn.Linear):
         """Widen the weight to the type of ``x`` (..., in) and apply it; returns (..., out)."""
         held = self.weight_scale
         scale = held.view(torch.float32) if isinstance(held, Tensor) else None
-        weight = widened(self.weight.view(self.stored_as), scale, x.dtype)
+        weight = widen_scaled(self.weight.view(self.stored_as), scale, x.dtype)
         return functional.linear(x, weight, self.bias)

@@ -39,10 +39,10 @@ _DATA = (
 """``y = _OUTPUT @ ((_KERNEL @ g) * (_DATA @ d))`` for the 3 taps g and the 6 samples d of one side of a tile."""
 
 
-def transformed(weight: Tensor) -> Tensor:
+def transform_weight(weight: Tensor) -> Tensor:
     """A convolution's kernels (out, in, 3, 3) as `convolve` takes them, (36, out, in), in their own type."""
     outputs, inputs = weight.shape[:2]
-    kernel = _as_tensor(_KERNEL, _transforming(weight.dtype), weight.device)
+    kernel = _tensor_of(_KERNEL, _transforming(weight.dtype), weight.device)
     down = kernel @ weight.to(kernel.dtype).permute(2, 3, 0, 1).reshape(3, -1)
     across = _across(kernel, down)
     return across.view(-1, outputs, inputs).to(weight.dtype)
@@ -55,7 +55,7 @@ def convolve(x: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor:
     """
     count, channels, height, width = x.shape
     down, across = -(-height // SIDE), -(-width // SIDE)
-    data, output = (_as_tensor(matrix, x.dtype, x.device) for matrix in (_DATA, _OUTPUT))
+    data, output = (_tensor_of(matrix, x.dtype, x.device) for matrix in (_DATA, _OUTPUT))
     right = across * SIDE - width + 1
     out: Tensor | None = None
     rows = max(1, _TILES // (across * count)) * SIDE
@@ -91,7 +91,7 @@ def _transforming(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-def _as_tensor(matrix: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _tensor_of(matrix: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(matrix, dtype=torch.float64).to(device, dtype)
 
 
@@ -103,16 +103,16 @@ def gains(device: torch.device) -> dict[str, float]:
     """Speed-up of F(4, 3) over torch's own convolution on ``device`` in float32, with kernels transformed at each call.
 
     The values are ratios of medians of alternating runs."""
-    found = {}
+    ratios = {}
     randn = functools.partial(torch.randn, device=device, generator=torch.Generator(device))
     with torch.inference_mode():
         for channels, side in _MAPS:
             x, weight = randn(1, channels, side, side), randn(channels, channels, 3, 3)
             plain = functools.partial(functional.conv2d, x, weight, padding=1)
-            ours = functools.partial(_at_once, x, weight)
-            found[f"winograd, {channels} channels, {side}x{side}"] = ratio(plain, ours, device, _PAIRS)
-    return found
+            ours = functools.partial(_convolve_untransformed, x, weight)
+            ratios[f"winograd, {channels} channels, {side}x{side}"] = ratio(plain, ours, device, _PAIRS)
+    return ratios
 
 
-def _at_once(x: Tensor, weight: Tensor) -> Tensor:
-    return convolve(x, transformed(weight), None)
+def _convolve_untransformed(x: Tensor, weight: Tensor) -> Tensor:
+    return convolve(x, transform_weight(weight), None)

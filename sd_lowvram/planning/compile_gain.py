@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..devices.compiling import Compiling
 from ..devices.info import dtype_on
-from ..devices.pairs import compared
+from ..devices.pairs import compare
 from ..devices.this_machine import RECORDED
 from ..hooks.compiled import kinds_of
 from ..hooks.cuda_graphs import unrecordable
@@ -40,7 +40,7 @@ def measured_compiling(device: torch.device) -> Compiling:
                 start = time.perf_counter()
                 call(unet)
                 warm_ups.append(time.perf_counter() - start)
-                found = compared(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
+                found = compare(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
     first, again = (max(0.0, warm_up - found["seconds"]) / len(kinds) for warm_up in warm_ups)
     return Compiling(found["ratio"], first, again)
 
@@ -56,7 +56,7 @@ def measured_recording(device: torch.device) -> dict[str, float]:
     heard_of: list[str] = []
     with torch.inference_mode(), attached(unet, _RECORDED, device=device), heard(heard_of.append):
         call(unet)  # a pass is recorded when it is repeated
-        found = compared(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
+        found = compare(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
     refused = any(sentence.startswith("cuda_graphs: ") for sentence in heard_of)
     return {} if refused else {RECORDED: found["ratio"]}
 

@@ -15,10 +15,10 @@ from ..devices.compiling import Compiling, compiling_of
 from ..devices.disk import ASSUMED, disk_rate
 from ..devices.performance import THIS
 from ..devices.this_machine import rates_of
-from ..hooks.channels_last import reordered
+from ..hooks.channels_last import reordered_weights
 from ..hooks.compiled import is_compiled, kinds_of, were_compiled
 from ..hooks.deep_cache import deep_modules
-from ..hooks.half_products import known_to_overflow
+from ..hooks.half_products import products_that_overflow
 from ..hooks.offload import step_groups
 from ..hooks.precision import Arithmetic, arithmetic
 from ..memory.caching_allocator import SMALL
@@ -256,7 +256,7 @@ class Pricing:
         if settings.precision != "fp16-products" or not cost.spans:
             return cost
         if id(cost) not in self._widened:  # the figures are stored too, so that their id is not reused
-            overflows = known_to_overflow(self.anatomy.components[stage.component]) or (lambda path: False)
+            overflows = products_that_overflow(self.anatomy.components[stage.component]) or (lambda path: False)
             longer = rates.half_flops / rates.float_flops
             spans = (
                 dataclasses.replace(one, flops=int(one.flops * longer), wide_flops=0) if overflows(one.path) else one
@@ -412,7 +412,7 @@ class Pricing:
             parts = self.anatomy.components
             with pause_models(parts.values()):  # weights that are lent to a call are not in their files
                 self._bytes_in_files = {
-                    name: (bytes_also_in_files(all_tensors(part)), bytes_also_in_files(reordered(part)))
+                    name: (bytes_also_in_files(all_tensors(part)), bytes_also_in_files(reordered_weights(part)))
                     for name, part in parts.items()
                 }
         return self._bytes_in_files

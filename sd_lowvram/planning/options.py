@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..hooks.offers import Offer, OfferKind, left_open, of_kind
+from ..hooks.offers import Offer, OfferKind, left_open, select_kind
 from ..settings import Settings, conflict
 from .stages import Stage
 
@@ -67,7 +67,7 @@ def weight_ways(offers: Iterable[Offer], fixed: Settings) -> list[WeightPlacemen
         fixed: decided knobs; offers that contradict them are left out.
     """
     by_knob: dict[str, list[Offer]] = {}
-    for offer in of_kind(offers, OfferKind.WEIGHTS):
+    for offer in select_kind(offers, OfferKind.WEIGHTS):
         if all(value is None or getattr(fixed, name) in (None, value) for name, value in offer.knobs.items()):
             by_knob.setdefault(next(iter(offer.knobs)), []).append(offer)
     found: dict[tuple[Any, ...], WeightPlacement] = {}
@@ -102,15 +102,15 @@ def groups(stages: Iterable[Stage], fixed: Settings, offers: Sequence[Offer]) ->
 
 def _group(stages: tuple[Stage, ...], fixed: Settings, offers: list[Offer]) -> Group:
     tiers: dict[int, list[Choice]] = {}
-    for offer in of_kind(offers, OfferKind.INSTEAD):
+    for offer in select_kind(offers, OfferKind.INSTEAD):
         tiers.setdefault(offer.level, []).append(dict(offer.knobs))
-    least = next((dict(offer.knobs) for offer in of_kind(offers, OfferKind.INSTEAD) if offer.least), {})
+    least = next((dict(offer.knobs) for offer in select_kind(offers, OfferKind.INSTEAD) if offer.least), {})
     levels = ladder(offers)
     tiers.setdefault(0, [{}])
     for level, choice in levels.items():
         tiers.setdefault(level, []).append(choice)
         least = choice
-    for beside in of_kind(offers, OfferKind.BESIDE):
+    for beside in select_kind(offers, OfferKind.BESIDE):
         tiers = {level: [*tier, *({**choice, **beside.knobs} for choice in tier)] for level, tier in tiers.items()}
     ways = [tiers[level] for level in sorted(tiers)]
     return Group(stages, _open(ways, fixed), left_open(least, fixed), offers)
@@ -118,7 +118,7 @@ def _group(stages: tuple[Stage, ...], fixed: Settings, offers: list[Offer]) -> G
 
 def ladder(offers: Iterable[Offer]) -> dict[int, Choice]:
     """Accumulate the combined offers up to each level; of several offers for a knob the last counts."""
-    climbing = sorted(of_kind(offers, OfferKind.LADDER), key=lambda offer: offer.level)
+    climbing = sorted(select_kind(offers, OfferKind.LADDER), key=lambda offer: offer.level)
     found: dict[int, Choice] = {}
     choice: Choice = {}
     for offer in climbing:

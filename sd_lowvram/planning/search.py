@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..devices.disk import ASSUMED
 from ..errors import BudgetError, LowVRAMError, PlanningError
-from ..hooks.offers import Offer, OfferKind, Target, left_open, of_kind, undecided, with_all
+from ..hooks.offers import Offer, OfferKind, Target, add_offers, drop_undecided, left_open, select_kind
 from ..hooks.registry import applicable, checked, offered
 from ..knob import Act
 from ..models.anatomy import Anatomy
@@ -133,16 +133,16 @@ class PlanSearch:
         if anatomy.denoiser is not None:
             settings = implied(settings)
         settings = checked(applicable(settings, anatomy, request.device), anatomy, request.device)
-        settings = undecided(settings)
+        settings = drop_undecided(settings)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_bytes
         target = Target(anatomy, request.device, request.rates, request.batch, settings, approximate)
         self._offers = offered(target)
         self._fixed = settings
-        self.base = with_all(settings, of_kind(self._offers, OfferKind.ALWAYS))
+        self.base = add_offers(settings, select_kind(self._offers, OfferKind.ALWAYS))
         self._groups = groups(self.pricing.costs.stages, self.base, self._offers)
         self._rejected: list[Candidate] = []
-        late = of_kind(self._offers, OfferKind.LATE)
+        late = select_kind(self._offers, OfferKind.LATE)
         self._late_offers = [offer for offer in late if left_open(offer.knobs, settings) == offer.knobs]
         self._beyond_as_whole: list[Candidate] = []
 
@@ -339,7 +339,7 @@ class PlanSearch:
     @functools.cached_property
     def _variants(self) -> list[Settings]:
         """The placements again, each combined with every offer for whole runs."""
-        wholes = of_kind(self._offers, OfferKind.WHOLE)
+        wholes = select_kind(self._offers, OfferKind.WHOLE)
         found = (self._with_whole(offer, base) for offer in wholes for base in self._ways)
         return list(dict.fromkeys(base for base in found if base is not None))
 
@@ -348,7 +348,7 @@ class PlanSearch:
         way = self._ways[base]
         room = {way.mib_knob: getattr(base, way.mib_knob)} if way.mib_knob else {}
         whole = self._fixed.filled(**offer.knobs).filled(**way.knobs).filled(**room)
-        return with_all(whole, of_kind(self._offers, OfferKind.ALWAYS)) if conflict(whole) is None else None
+        return add_offers(whole, select_kind(self._offers, OfferKind.ALWAYS)) if conflict(whole) is None else None
 
     def _with_sizes(self, base: Settings, mib_knob: str) -> list[Settings]:
         """Return ``base`` once for every size of the streamed weights' buffer that is tried, whatever the budget.

@@ -18,7 +18,7 @@ from ..devices.overhead import NONE, Overhead
 from ..errors import LowVRAMError, PlanningError, ran_out
 from ..hooks.offload import policy_of, step_groups
 from ..hooks.weight_storage import quantised_layers
-from ..kernels.attention.problem import planned_for
+from ..kernels.attention.problem import assume_bf16
 from ..kernels.cpu_convolutions import facts as cpu_facts
 from ..memory import kernels_of
 from ..memory.reserved import allocator_settings
@@ -313,7 +313,7 @@ class StageCosts:
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         equals = {} if whole or settings.offload else self._fake.equals(stage.component)
         running = self._fake.running(stage.component, settings, timing)
-        with self._named(stage.component), running, torch.no_grad(), kernels, planned_for(self._bf16):
+        with self._named(stage.component), running, torch.no_grad(), kernels, assume_bf16(self._bf16):
             again = stage.repeats and settings.offload is not None
             return trace_equals_once(
                 fake.run, fake.inputs(), {}, equals, self._overhead, stage.repeats, again, most_copied

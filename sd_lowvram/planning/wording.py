@@ -9,7 +9,7 @@ import enum
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..devices.disk import described as described_disk
+from ..devices.disk import describe_rate as described_disk
 from ..units import GIB, format_least, format_size, format_time
 
 _SHOWN_WAIT = 0.02

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from .. import progress
 from ..checkpoints.load import load_pipeline
-from ..devices.pairs import compared
+from ..devices.pairs import compare
 from ..errors import BadInputError
 from ..models import anatomy_of_components
 from ..models.latents import native_size, scale_factor
@@ -220,7 +220,7 @@ def picture_score(ours: Tensor, known: Tensor) -> float:
 
 
 def step_times(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
-    """:func:`compared` of guided steps on the CPU: seconds of one step each; a pair is of several steps of both."""
+    """:func:`compare` of guided steps on the CPU: seconds of one step each; a pair is of several steps of both."""
     config = teacher.config
     kind = {"dtype": teacher.dtype}
     anatomy = anatomy_of_components("diffusers", {"unet": teacher})
@@ -232,5 +232,5 @@ def step_times(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
         return lambda: [unet(latents, 500, text).sample for _ in range(STEPS_TIMED)][-1]
 
     with torch.inference_mode():
-        found = compared(steps(teacher), steps(student), pairs, torch.device("cpu"))
+        found = compare(steps(teacher), steps(student), pairs, torch.device("cpu"))
     return {**found, **{name: found[name] / STEPS_TIMED for name in ("plain_seconds", "seconds")}}

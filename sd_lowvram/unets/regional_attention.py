@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConflictError
-from ..hooks.strips import Span, assembled, spans
+from ..hooks.strips import Span, assemble, spans
 from ..streaming.weight_scopes import hold_weights
 
 POOLED = 8
@@ -95,7 +95,7 @@ class RegionalAttention(nn.Module):
                 result: Tensor = self(norm(part), band=Band(bands[start, stop], keys, values))
                 return result + part
 
-            return assembled(attended, [*bands], 1, tokens)
+            return assemble(attended, [*bands], 1, tokens)
 
     def sides(self, tokens: int) -> tuple[int, int]:
         """Height and width of the map, which must have so many ``tokens``."""
@@ -177,7 +177,7 @@ def _pooled(norm: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
 
     columns = min(POOLED, width)
     pieces: list[Span] = [(first * columns, (first + 1) * columns) for first in range(rows)]
-    return assembled(lambda start, stop: row(start // columns, stop // columns), pieces, 1, tokens)
+    return assemble(lambda start, stop: row(start // columns, stop // columns), pieces, 1, tokens)
 
 
 class RegionRow(NamedTuple):

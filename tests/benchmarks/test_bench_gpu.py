@@ -174,10 +174,10 @@ kernels._RUNS = 1
 measure._TOKENS, measure._STRIP = (2, 16, 64), (1, 8, 6, 10)
 for name, drawn in measure.PAIRS.items():
     if name.startswith("group_norm"):
-        measure.PAIRS[name] = functools.partial(measure._normalised, (1, 32, 5, 7), drawn.args[1])
+        measure.PAIRS[name] = functools.partial(measure._norm_inputs, (1, 32, 5, 7), drawn.args[1])
 
 def off(device, dtype):
-    kernel, reference, given = measure._gated(device, dtype)
+    kernel, reference, given = measure._geglu_inputs(device, dtype)
     return lambda product: kernel(product) * 1.01, reference, given
 
 measure.PAIRS["a wrong geglu"] = off
@@ -275,7 +275,7 @@ def test_what_is_not_here_is_told_by_name_and_with_its_reason() -> None:
 def test_a_calibration_is_taken_along(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To a machine that has the results and not the cache; what this one remembers stays."""
     from sd_lowvram.cache import remember
-    from sd_lowvram.devices.this_machine import measured_here, place_of_measurement
+    from sd_lowvram.devices.this_machine import place_of_measurement, stored_measurement
 
     rates = {"half_flops": 1e12, "bandwidth": 1e11, "copy_bandwidth": 1e10, "launch_seconds": 1e-5}
     measured = {"rates": rates, "overhead": None, "kernels": {"geglu": 2.0}, "compile": {"gain": 1.5}}
@@ -287,8 +287,8 @@ def test_a_calibration_is_taken_along(at_once: None, tmp_path: Path, monkeypatch
     assert "| kernels | geglu | 2 |" in text and "| overhead | it is of a CUDA device |" in text
     remember(place_of_measurement("compile", CPU), {"gain": 3.0})
     run("attention", tmp_path, seconds=0)
-    assert measured_here("kernels", CPU) == {"geglu": 2.0}
-    assert measured_here("compile", CPU) == {"gain": 3.0}
+    assert stored_measurement("kernels", CPU) == {"geglu": 2.0}
+    assert stored_measurement("compile", CPU) == {"gain": 3.0}
 
 
 def test_the_commands_of_the_guide_are_all_parts_in_nine_minutes() -> None:

@@ -34,7 +34,7 @@ def test_a_processor_that_others_have_is_noticed(monkeypatch: pytest.MonkeyPatch
     used = time.thread_time
     monkeypatch.setattr(time, "thread_time", lambda: used() / 4)
     assert tables.own_share() < 0.3
-    turns = pairs.in_turn([lambda: sum(range(100_000))] * 2, 3, CPU)
+    turns = pairs.time_alternately([lambda: sum(range(100_000))] * 2, 3, CPU)
     assert [len(one) for one in turns.seconds] == [3, 3] and turns.own < 0.3
     assert not tables.trusted(pairs.figures(*turns.seconds, turns.own))
     assert "The machine was busy" in tables.origin_line({"made": tables.origin()})
@@ -42,7 +42,7 @@ def test_a_processor_that_others_have_is_noticed(monkeypatch: pytest.MonkeyPatch
 
 def test_who_is_first_of_a_pair_changes() -> None:
     order: list[str] = []
-    pairs.in_turn([lambda: order.append("a"), lambda: order.append("b")], 2, CPU)
+    pairs.time_alternately([lambda: order.append("a"), lambda: order.append("b")], 2, CPU)
     assert "".join(order) == "baabba"
 
 

@@ -13,7 +13,10 @@ from sd_lowvram.units import MIB
 
 def test_disks_are_named_or_stated() -> None:
     assert disk.parse_disk("NVMe") == disk.DISKS["nvme"] and disk.parse_disk("550") == 550e6
-    assert disk.described(disk.DISKS["sata"]) == "SATA (0.5 GB/s)" and disk.described(1.26e9) == "a disk of 1.3 GB/s"
+    assert (
+        disk.describe_rate(disk.DISKS["sata"]) == "SATA (0.5 GB/s)"
+        and disk.describe_rate(1.26e9) == "a disk of 1.3 GB/s"
+    )
 
 
 @pytest.mark.parametrize("text", ["floppy", "0", "-3", "nan", "1e9"])

@@ -23,7 +23,7 @@ from sd_lowvram import Settings, attached, cache
 from sd_lowvram.commands import plan_cache
 from sd_lowvram.devices import this_machine
 from sd_lowvram.devices.performance import PROFILES
-from sd_lowvram.hooks.kept_traces import kept
+from sd_lowvram.hooks.kept_traces import stored_trace
 
 CPU = torch.device("cpu")
 RATES = dataclasses.replace(PROFILES["t4"], name="this")
@@ -128,5 +128,5 @@ def test_traces_that_are_kept(traced: tuple[Any, Path, bytes], data: Any) -> Non
     changed = data.draw(damaged(st.just(content)) | WORDS.map(lambda text: text.encode("utf-8", "surrogatepass")))
     file.write_bytes(changed)
     with survives(2 * len(changed)):
-        found = kept(file, unet)
+        found = stored_trace(file, unet)
     assert found is None or zipfile.is_zipfile(file)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import LowVRAMError, NoSiteError, SettingsError
-from sd_lowvram.hooks.attention import Redirect, attention, kernels_that_ran
+from sd_lowvram.hooks.attention import Redirect, attention, kernel_counts
 from sd_lowvram.kernels.attention import registry as kernels
 from sd_lowvram.kernels.attention.backend import AttentionBackend
 from sd_lowvram.memory import kernels_of, measured_peak
@@ -45,7 +45,7 @@ def hooked(settings, *modules):
 
 
 def ran(*modules):
-    return dict(kernels_that_ran(anatomy(*modules).attentions))
+    return dict(kernel_counts(anatomy(*modules).attentions))
 
 
 def self_attention(processor=None, **options):
@@ -80,8 +80,8 @@ def test_all_32_attentions_of_a_unet_are_hit_and_left_as_they_were(unet, backend
         assert tiny.relative_error(step(unet), expected) < 1e-5
         sites = attachment.anatomy.attentions
         kernel = "flash" if backend == "sdpa" else backend
-        assert kernels_that_ran(sites) == {kernel: 32}
-        assert all(kernels_that_ran([site]) == {kernel: 1} for site in sites)
+        assert kernel_counts(sites) == {kernel: 32}
+        assert all(kernel_counts([site]) == {kernel: 1} for site in sites)
     assert torch.equal(step(unet), expected)
     assert snapshot(unet) == before
 

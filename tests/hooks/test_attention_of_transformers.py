@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import LowVRAMError
-from sd_lowvram.hooks.attention import kernels_that_ran
+from sd_lowvram.hooks.attention import kernel_counts
 from sd_lowvram.session import attachments
 
 WAYS: list[dict[str, Any]] = [
@@ -44,7 +44,7 @@ def test_every_backend_gives_the_picture(family: str) -> None:
         with attached(pipe, Settings(**way), device="cpu"):
             assert tiny.relative_error(latents(**masks), expected) < 2e-6
             attachment = attachments(pipe)[0]
-            ran = kernels_that_ran(attachment.anatomy.attentions)
+            ran = kernel_counts(attachment.anatomy.attentions)
         assert attachment.sites["attention"] == 1
         assert ran.keys() == {"flash" if way["attention"] == "sdpa" else way["attention"]}
     assert torch.nn.functional.scaled_dot_product_attention is before

@@ -16,7 +16,7 @@ import torch
 from sd_lowvram import Settings, attached, plan
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.errors import NoSiteError, SettingsError
-from sd_lowvram.hooks.merge_tokens import merged_by_likeness
+from sd_lowvram.hooks.merge_tokens import merge_by_likeness
 
 FAMILIES = ("diffusers", "ldm")
 
@@ -197,13 +197,13 @@ def test_merged_tokens_come_back(size, share):
     count = math.prod(size)
     few = torch.randn(2, 3, 16)
     tokens = few[:, torch.arange(count) % 3]
-    merged = merged_by_likeness(tokens, size, share)
+    merged = merge_by_likeness(tokens, size, share)
     staying = -(-size[0] // 2) * -(-size[1] // 2)
     assert merged.tokens.shape[1] == count - min(int(count * share), count - staying)
     if count > 8:
         assert torch.allclose(merged.spread(merged.tokens), tokens)
     noise = torch.randn(2, count, 16)
-    merged = merged_by_likeness(noise, size, share)
+    merged = merge_by_likeness(noise, size, share)
     spread = merged.spread(merged.tokens)
     own = (spread == noise).all(dim=2).sum(dim=1)
     assert (own == merged.tokens.shape[1]).all()

@@ -35,10 +35,10 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import torch._dynamo
 
     monkeypatch.setattr(compiler, "BACKEND", "eager")
-    compiler.compiled_apart.cache_clear()
+    compiler.compile_private.cache_clear()
     torch._dynamo.reset()  # which remembers the sizes that it has seen
     yield
-    compiler.compiled_apart.cache_clear()
+    compiler.compile_private.cache_clear()
 
 
 def draw(pipe: Any, size: int = 64, batch: int = 1) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_inductors_code_gives_the_same_picture_and_its_files_lie_in_our_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
-    compiler.compiled_apart.cache_clear()
+    compiler.compile_private.cache_clear()
     vae = tiny.tiniest().vae
     latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_inductors_code_gives_the_same_picture_and_its_files_lie_in_our_cache(
         assert torch.equal(vae.decode(latents).sample, plain)
     assert any((tmp_path / "compiled").rglob("*.so"))
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (named, None)
-    compiler.bound(tmp_path / "compiled", 1000)
+    compiler.limit_folder(tmp_path / "compiled", 1000)
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 1000
 
 
@@ -151,7 +151,7 @@ def test_a_compiler_that_fails_is_told_and_the_model_runs(monkeypatch: pytest.Mo
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(compiler, "BACKEND", broken)
-    compiler.compiled_apart.cache_clear()
+    compiler.compile_private.cache_clear()
     pipe = tiny.tiniest()
     plain = draw(pipe)
     with (
@@ -159,7 +159,7 @@ def test_a_compiler_that_fails_is_told_and_the_model_runs(monkeypatch: pytest.Mo
         logged(r"compiler fails here \(.*no such instruction.*\)\. The model runs as it is"),
     ):
         assert torch.equal(draw(pipe), plain)
-    compiler.compiled_apart.cache_clear()
+    compiler.compile_private.cache_clear()
 
 
 def test_without_a_compiler_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_lowvram.hooks import residual_strips as hook
 from sd_lowvram.hooks.offloaded_tensor import OffloadedMap
-from sd_lowvram.hooks.strips import Statistics, assembled, spans
+from sd_lowvram.hooks.strips import Statistics, assemble, spans
 from sd_lowvram.memory import current_account
 from sd_lowvram.memory.repeats import representative_pieces, standing_for, times
 from sd_lowvram.models.diffusers import residual
@@ -88,7 +88,7 @@ def test_residual_block_by_strips(
         before = x.clone()
         expected = made.forward(x, temb)
         for strips in (2, 3, height):
-            result = hook._in_strips(residual, made, strips, made.forward, x, temb)
+            result = hook._run_in_strips(residual, made, strips, made.forward, x, temb)
             assert tiny.relative_error(result, expected) < 1e-5
             assert torch.equal(x, before)
 
@@ -114,7 +114,7 @@ def test_pieces_of_fakes_stand_for_each_other() -> None:
             for _ in representative_pieces(pieces, fake):
                 seen += times()
         assert seen == 7 + 3 * 7
-        assert assembled(lambda start, stop: fake[:, start:stop], pieces, 1, fake).shape == fake.shape
+        assert assemble(lambda start, stop: fake[:, start:stop], pieces, 1, fake).shape == fake.shape
     assert times() == 1
 
 

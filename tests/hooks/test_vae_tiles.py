@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sd_lowvram import Settings, attached, decode, encode, trace
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.demo import MODEL_PATH
-from sd_lowvram.hooks.vae_fast import blended, shares, starts
+from sd_lowvram.hooks.vae_fast import blend, shares, starts
 from sd_lowvram.memory.accounts import kernels_of
 from sd_lowvram.progress import listen
 from sd_lowvram.units import MIB
@@ -230,7 +230,7 @@ def test_shares_of_fast_tiles_sum_to_one(size: int, tile: int, shared: int) -> N
 @settings(deadline=None)
 def test_blending_an_exact_tile_changes_nothing(height: int, width: int, up: int) -> None:
     x = torch.rand(1, 2, height, width)
-    result = blended(lambda tile: tile.repeat_interleave(up, 2).repeat_interleave(up, 3), x, 12, 4, up)
+    result = blend(lambda tile: tile.repeat_interleave(up, 2).repeat_interleave(up, 3), x, 12, 4, up)
     assert torch.allclose(result, x.repeat_interleave(up, 2).repeat_interleave(up, 3), atol=1e-6)
 
 

@@ -18,7 +18,7 @@ import sd_lowvram
 from sd_lowvram import Settings
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.kernels.attention import torch_kernels
-from sd_lowvram.kernels.attention.bounded import fused_blocks, fused_softmax, sliced, sliced_blocks
+from sd_lowvram.kernels.attention.bounded import attend_sliced, fused_blocks, fused_softmax, sliced_blocks
 from sd_lowvram.kernels.attention.choice import attention, choose_backend
 from sd_lowvram.kernels.attention.problem import Problem, problem_of
 from sd_lowvram.kernels.attention.registry import attend, available_backends, held_bytes, kernel_name
@@ -29,7 +29,7 @@ from sd_lowvram.tracing import trace
 
 CPU = torch.device("cpu")
 HERE = [name for name, why in available_backends(CPU).items() if why is None]
-BOUNDED = [sliced, fused_softmax]
+BOUNDED = [attend_sliced, fused_softmax]
 KIB, MIB = 1 << 10, 1 << 20
 
 SHAPES = [

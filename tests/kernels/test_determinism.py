@@ -13,7 +13,7 @@ from sd_lowvram.errors import SettingsError
 from sd_lowvram.kernels.attention import determinism
 from sd_lowvram.kernels.attention import registry as attention
 from sd_lowvram.kernels.attention.backend import AttentionBackend
-from sd_lowvram.kernels.attention.bounded import sliced
+from sd_lowvram.kernels.attention.bounded import attend_sliced
 from sd_lowvram.kernels.attention.choice import choose_backend
 from sd_lowvram.kernels.attention.determinism import examine, probe, repeats
 
@@ -23,9 +23,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def forgetful():
     """No proof from another test, and none left for another."""
-    determinism._examined.cache_clear()
+    determinism._examine.cache_clear()
     yield
-    determinism._examined.cache_clear()
+    determinism._examine.cache_clear()
 
 
 def planted(when):
@@ -33,7 +33,7 @@ def planted(when):
     calls = itertools.count(1)
 
     def backend(q, k, v, mask=None, scale=None, **options):
-        out = sliced(q, k, v, mask, scale, **options)
+        out = attend_sliced(q, k, v, mask, scale, **options)
         if next(calls) == when:
             out[0, 0, -1, -1] = torch.nextafter(out[0, 0, -1, -1], torch.tensor(9.0))
         return out
@@ -87,7 +87,7 @@ def test_the_fastest_proved_one_is_taken():
 
 def test_the_machine_is_asked_once(monkeypatch, forgetful):
     calls = []
-    counted = AttentionBackend(lambda *args, **options: calls.append(1) or sliced(*args))
+    counted = AttentionBackend(lambda *args, **options: calls.append(1) or attend_sliced(*args))
     monkeypatch.setitem(attention.BACKENDS, "sliced", counted)
     assert repeats("sliced", CPU)
     once = len(calls)

@@ -11,7 +11,7 @@ import tiny
 import torch
 from torch.nn import functional
 
-from sd_lowvram.kernels.winograd import _DATA, _KERNEL, _OUTPUT, SIDE, convolve, transformed
+from sd_lowvram.kernels.winograd import _DATA, _KERNEL, _OUTPUT, SIDE, convolve, transform_weight
 
 
 def times(matrix: Sequence[Sequence[float]], vector: list[Fraction]) -> list[Fraction]:
@@ -33,6 +33,6 @@ def test_convolution(size: tuple[int, int]) -> None:
     x, weight = (torch.randn(*shape, generator=noise) for shape in ((2, 12, *size), (5, 12, 3, 3)))
     bias = torch.randn(5, generator=noise)
     expected = functional.conv2d(x.double(), weight.double(), bias.double(), padding=1)
-    assert tiny.relative_error(convolve(x, transformed(weight), bias).double(), expected) < 3e-4
-    exact = convolve(x.double(), transformed(weight.double()), bias.double())
+    assert tiny.relative_error(convolve(x, transform_weight(weight), bias).double(), expected) < 3e-4
+    exact = convolve(x.double(), transform_weight(weight.double()), bias.double())
     assert exact.shape == expected.shape and tiny.relative_error(exact, expected) < 1e-11

@@ -144,7 +144,7 @@ def test_geglu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        ("value * by_erf(gate)", "gate * by_erf(value)"),
+        ("value * gelu_by_erf(gate)", "gate * gelu_by_erf(value)"),
         ("column < width", "column < width - 1"),
         ("0.7071067811865476", "0.7"),
     ],

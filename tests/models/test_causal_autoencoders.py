@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sd_lowvram
 from sd_lowvram import Settings, attached, decode, encode
 from sd_lowvram.errors import BadInputError, BudgetError, NoSiteError, NotFiniteError
-from sd_lowvram.kernels.cpu_convolutions import as_the_whole, by_onednn
+from sd_lowvram.kernels.cpu_convolutions import convolve_like_whole, runs_onednn
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models.latents import latent_channels, pixel_channels, scale_factor
 from sd_lowvram.session import attachments
@@ -153,7 +153,7 @@ def test_gradients_flow_as_without_it() -> None:
 
 @torch.no_grad()
 def test_in_bfloat16_the_bits_are_the_plain_ones() -> None:
-    if not by_onednn(torch.bfloat16):
+    if not runs_onednn(torch.bfloat16):
         pytest.skip("oneDNN has no bfloat16 here: torch's own kernel rounds strips otherwise")
     torch.manual_seed(0)
     vae: Any = diffusers.AutoencoderKLQwenImage(base_dim=32, **_SMALL).to(torch.bfloat16).eval()
@@ -170,7 +170,7 @@ def test_maps_that_onednn_takes_whole_have_the_plain_bits_by_strips() -> None:
     torch.manual_seed(0)
     frame, weight = torch.randn(1, 64, 122, 8), torch.randn(64, 64, 3, 3, 3)
     frames = torch.stack([torch.zeros_like(frame), torch.zeros_like(frame), frame], 2)
-    strip = as_the_whole(frames.shape, frame[..., 8:25, :], weight[:, :, -1])
+    strip = convolve_like_whole(frames.shape, frame[..., 8:25, :], weight[:, :, -1])
     in_order = torch.equal(strip, F.conv3d(frames, weight)[:, :, 0, 8:23])
     vae: Any = diffusers.AutoencoderKLQwenImage(base_dim=64, **_SMALL, dim_mult=[1, 1, 1, 1]).eval()
     latents = torch.randn(1, 16, 1, 120, 6)

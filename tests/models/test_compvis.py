@@ -161,7 +161,7 @@ def test_conditions_that_the_host_names_stay_with_their_part() -> None:
     mine = more["transformer_options"]
     assert mine["cond_or_uncond"] == [0] and mine["sigmas"].tolist() == [4, 5] and mine["patches"] is options["patches"]
     assert options["cond_or_uncond"] == [1, 0, 0]
-    assert arguments.changed(args, kwargs, lambda leaf: leaf)[1]["transformer_options"] is options
+    assert arguments.change_tensors(args, kwargs, lambda leaf: leaf)[1]["transformer_options"] is options
     assert arguments.shares((torch.zeros(4, 1, 1, 1),), {}, 4) == 2 and arguments.shares((), {}, 3) == 3
 
 

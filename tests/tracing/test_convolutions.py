@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sd_lowvram.kernels.cpu_convolutions import as_the_whole, by_onednn, has_tiles
+from sd_lowvram.kernels.cpu_convolutions import convolve_like_whole, has_tiles, runs_onednn
 from sd_lowvram.memory import kernels_of, measured_peak
 from sd_lowvram.tracing import trace
 
@@ -51,7 +51,7 @@ def _check(kind: Kind, dtype: torch.dtype, layout: torch.memory_format = torch.c
     with kernels_of("cpu"):
         predicted = trace(call).allocated_peak_bytes
     measured = measured_peak(call)
-    tiles = dtype == torch.bfloat16 and by_onednn(dtype) and has_tiles()
+    tiles = dtype == torch.bfloat16 and runs_onednn(dtype) and has_tiles()
     bounded = tiles or (dtype == torch.float32 and len(weight) % 8 != 0)
     spare = 2 * measured + 3 * torch.get_num_threads() * x.nbytes if bounded else 0.02 * measured
     # Allocations are rounded up.
@@ -88,7 +88,7 @@ def test_a_strip_by_the_kernel_of_its_map_has_the_bits_of_the_map(dims: int) -> 
     torch.manual_seed(0)
     convolve = (F.conv2d, F.conv3d)[dims - 2]
     x, weight = torch.randn(1, 96, *(3,) * (dims - 2), 80, 20), torch.randn(16, 96, *(3,) * dims)
-    strip = functools.partial(as_the_whole, x.shape, x[..., 8:13, :], weight)
+    strip = functools.partial(convolve_like_whole, x.shape, x[..., 8:13, :], weight)
     assert torch.equal(strip(), convolve(x, weight)[..., 8:11, :])
     with kernels_of("cpu"):
         traced = trace(strip)

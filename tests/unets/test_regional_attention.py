@@ -28,7 +28,7 @@ from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BadInputError, ConflictError
-from sd_lowvram.hooks.attention import kernels_that_ran
+from sd_lowvram.hooks.attention import kernel_counts
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.tracing import trace
@@ -267,7 +267,7 @@ def test_attention_in_8_bits_and_by_a_backend_is_the_layers_own() -> None:
         called(regional())
         sites = anatomy_of_components("diffusers", {"unet": regional()}).attentions
         inside = [site for site in sites if isinstance(site.module, RegionalAttention)]
-        assert len(inside) == 5 and sum(kernels_that_ran(inside).values()) == 5 * (4 + 1)
+        assert len(inside) == 5 and sum(kernel_counts(inside).values()) == 5 * (4 + 1)
 
 
 def test_merged_tokens_and_masks_are_refused() -> None:

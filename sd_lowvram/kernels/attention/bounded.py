@@ -1,4 +1,4 @@
-"""Attention in bounded memory, in plain torch: `sliced` and `fused_softmax`.
+"""Attention in bounded memory, in plain torch: `attend_sliced` and `fused_softmax`.
 
 Both take q (batch, heads, queries, width), k (batch, heads, keys, width), v (batch, heads, keys, value width), an
 optional mask that broadcasts to (batch, heads, queries, keys), bool (True attends) or additive float, and the scale of
@@ -70,7 +70,7 @@ class _BlockBytes:
 
 
 def sliced_blocks(problem: Problem, score_bytes: int) -> ScoreBlock:
-    """The slices of `sliced`: ``score_bytes`` hold scores and probabilities, or one row where a row alone is larger."""
+    """Slices of `attend_sliced`: ``score_bytes`` hold scores and probabilities, or one row if a row alone is larger."""
     score, widened, values = _common_costs(problem)
     costs = _BlockBytes(score + problem.score_dtype.itemsize, widened + values + 8, widened + values)
     return costs.fit(problem, score_bytes)
@@ -97,7 +97,7 @@ def _common_costs(problem: Problem) -> tuple[int, int, int]:
     return score, widened, value_size * problem.value_width * (problem.value_dtype != problem.dtype)
 
 
-def sliced(
+def attend_sliced(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -124,7 +124,7 @@ def sliced(
             keys = k[picture, head][0].to(problem.score_dtype)
             values = v[picture, head][0].to(problem.value_dtype)
             for row in _spans(problem.queries, blocks.rows, q):
-                scores, probs = (_shaped(one, q[picture, head, row], keys) for one in space)
+                scores, probs = (_view_scores(part, q[picture, head, row], keys) for part in space)
                 _scores(scores, q[picture, head, row][0], keys, scale)
                 part = None if mask is None else _part(mask, picture, head, row, slice(None))
                 _softmax_times(scores, probs, values, part, out[picture, head, row][0])
@@ -178,7 +178,7 @@ def fused_softmax(
                 target = out[picture, head, row][0]
                 seen: _Seen | None = None
                 for span in _spans(problem.keys, blocks.keys, q):
-                    scores = _shaped(space, queries, k[picture, head, span])
+                    scores = _view_scores(space, queries, k[picture, head, span])
                     _scores(scores, queries, k[picture, head, span][0], scale)
                     if mask is not None:
                         _apply_mask(scores, _part(mask, picture, head, row, span))
@@ -237,7 +237,7 @@ def _space(blocks: ScoreBlock, problem: Problem, q: Tensor) -> Tensor:
     return torch.empty(blocks.heads * blocks.rows * blocks.keys, dtype=problem.score_dtype, device=q.device)
 
 
-def _shaped(space: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+def _view_scores(space: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     heads, rows, count = queries.shape[-3], queries.shape[-2], keys.shape[-2]
     return space[: heads * rows * count].view(heads, rows, count)
 

@@ -18,7 +18,7 @@ from .torch_kernels import xformers_why_not
 _FASTEST_FIRST = ("sdpa", "fused-softmax", "sliced")  # flash and efficient are what sdpa chooses from
 
 
-def unasked(device: torch.device) -> list[str]:
+def default_backends(device: torch.device) -> list[str]:
     """Backends to choose from by default, the fastest first: ours, and registered ones with ``before`` set.
 
     All of them are lossless and run on ``device``."""
@@ -57,11 +57,11 @@ def choose_backend(settings: Settings, device: torch.device) -> str:
             able = ", ".join(backend for backend, reason in available_backends(device).items() if reason is None)
             raise SettingsError(f"attention={name!r} cannot run on {device}: {why}. What runs here: {able}")
     if not settings.deterministic or not is_present(device):
-        return name or unasked(device)[0]
-    proved = (backend for backend in ([name] if name else unasked(device)) if repeats(backend, device))
+        return name or default_backends(device)[0]
+    proved = (backend for backend in ([name] if name else default_backends(device)) if repeats(backend, device))
     chosen = next(proved, None)
     if chosen is None:
-        able = ", ".join(backend for backend in unasked(device) if repeats(backend, device)) or "none"
+        able = ", ".join(backend for backend in default_backends(device) if repeats(backend, device)) or "none"
         raise SettingsError(
             f"attention={name!r} gave other bits when it was run again on {device}, so it cannot be deterministic. "
             f"Backends that repeat their bits here: {able}"

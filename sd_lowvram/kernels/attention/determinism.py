@@ -16,7 +16,7 @@ from ...errors import SettingsError
 from ...weights import same_bits
 from .backend import AttentionBackend, AttentionFunction
 from .registry import attend, available_backends, backends
-from .torch_kernels import in_clean_thread
+from .torch_kernels import call_in_clean_thread
 
 RUNS = 20
 
@@ -54,11 +54,11 @@ def repeats(backend: str, device: torch.device) -> bool:
 
 
 def _proof(name: str, device: torch.device) -> Proof:
-    return _examined(name, backends()[name], device)
+    return _examine(name, backends()[name], device)
 
 
 @functools.cache
-def _examined(name: str, backend: AttentionBackend, device: torch.device) -> Proof:
+def _examine(name: str, backend: AttentionBackend, device: torch.device) -> Proof:
     why = available_backends(device)[name]
     return Proof(name, None, 0, why) if why else examine(name, functools.partial(attend, name), device)
 
@@ -68,7 +68,7 @@ def examine(name: str, function: AttentionFunction, device: torch.device, runs: 
     ran = 0
     for shape, dtype in _problems(device):
         try:
-            differing = in_clean_thread(functools.partial(_differing_run, function, shape, dtype, device, runs))
+            differing = call_in_clean_thread(functools.partial(_differing_run, function, shape, dtype, device, runs))
         except SettingsError:
             continue  # a forced kernel that this shape does not suit
         ran += 1

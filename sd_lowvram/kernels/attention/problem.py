@@ -105,7 +105,7 @@ _planned: ContextVar[bool | None] = ContextVar("whether the card that is planned
 
 
 @contextlib.contextmanager
-def planned_for(bf16: bool) -> Iterator[None]:
+def assume_bf16(bf16: bool) -> Iterator[None]:
     """Choose kernels for a GPU with or without bf16 within the block."""
     token = _planned.set(bf16)
     try:

@@ -16,19 +16,19 @@ from ...errors import SettingsError
 from ...settings import Settings
 from . import torch_kernels
 from .backend import SCORE_BYTES, AttentionBackend
-from .bounded import fused_blocks, fused_softmax, sliced, sliced_blocks
+from .bounded import attend_sliced, fused_blocks, fused_softmax, sliced_blocks
 from .problem import Problem, problem_of
 
 
 def _torchs(kernel: str, held_bytes: Any) -> AttentionBackend:
     """Backend that runs one of torch's own kernels and no other."""
     why_not = functools.partial(torch_kernels.why_not, kernel)
-    return AttentionBackend(functools.partial(torch_kernels.fused, kernel), why_not, held_bytes)
+    return AttentionBackend(functools.partial(torch_kernels.attend_fused, kernel), why_not, held_bytes)
 
 
 BACKENDS: dict[str, AttentionBackend] = {
     "sdpa": AttentionBackend(
-        functools.partial(torch_kernels.fused, None), label="torch's kernel by size, head width and GPU"
+        functools.partial(torch_kernels.attend_fused, None), label="torch's kernel by size, head width and GPU"
     ),
     "flash": _torchs("flash", torch_kernels.flash_bytes),
     "efficient": _torchs("efficient", torch_kernels.efficient_bytes),
@@ -38,9 +38,9 @@ BACKENDS: dict[str, AttentionBackend] = {
         torch_kernels.efficient_bytes,
     ),
     "fused-softmax": AttentionBackend(fused_softmax, label="exact, holds no score matrix"),
-    "sliced": AttentionBackend(sliced, label="exact, by slices"),
+    "sliced": AttentionBackend(attend_sliced, label="exact, by slices"),
     "triton": AttentionBackend(
-        functools.partial(torch_kernels.fused, None),
+        functools.partial(torch_kernels.attend_fused, None),
         lambda problem: "its kernels were slower than torch's and are no longer here: use sdpa",
     ),
     "cudnn": _torchs("cudnn", torch_kernels.cudnn_bytes),
@@ -78,7 +78,7 @@ def attend(
         if backend.why_not is not None and (why := backend.why_not(problem)):
             raise SettingsError(f"attention={name!r} cannot run {problem}: {why}. {torch_kernels.REMEDY}")
         if backend.held_bytes is not None and not problem.real:
-            return torch_kernels.emulated(name, q, k, v, mask, scale)
+            return torch_kernels.emulate(name, q, k, v, mask, scale)
     return backend.attend(q, k, v, mask, scale, upcast=upcast, score_bytes=score_bytes)
 
 

@@ -23,7 +23,7 @@ from ...devices.this_machine import knows_cudnn_attention
 from ...errors import SettingsError
 from ...memory.threads import Redirected, Switch
 from .backend import SCORE_BYTES
-from .bounded import mask_4d, sliced
+from .bounded import attend_sliced, mask_4d
 from .problem import Problem, capability, empty_output, has_bf16, problem_of
 
 TORCHS_ATTENTION = Redirected(torch.nn.functional, "scaled_dot_product_attention")
@@ -35,7 +35,7 @@ _is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lamb
 """Function that returns True under torch's compiler, which cannot trace locks; absent before torch 2.2."""
 
 
-def fused(
+def attend_fused(
     forced: str | None,
     q: Tensor,
     k: Tensor,
@@ -49,14 +49,14 @@ def fused(
     """Run one of torch's kernels: the fastest that can run (see `choose_kernel`), or the ``forced`` one.
 
     ``forced`` is "flash", "efficient" or "cudnn", and `why_not` has accepted it. Other arguments and result as in
-    `sliced`.
+    `attend_sliced`.
 
     Fidelity: rounding. Source: torch's scaled_dot_product_attention; FlashAttention, Dao 2022; memory-efficient
     attention, Rabe and Staats 2021; the choice by matrix size is consciencia's.
     """
     kernel = forced or choose_kernel(problem_of(q, k, v, mask, upcast), score_bytes)
     if kernel == "sliced":
-        return sliced(q, k, v, mask, scale, upcast=upcast, score_bytes=score_bytes)
+        return attend_sliced(q, k, v, mask, scale, upcast=upcast, score_bytes=score_bytes)
     return _run(kernel, q, k, v, mask, scale)
 
 
@@ -121,7 +121,7 @@ def _own_kernel(width: int, value_width: int, dtype: torch.dtype, device: torch.
     def choice() -> str:
         return _choice(*_small(width, value_width, dtype, device, masked), None)
 
-    return str(in_clean_thread(choice))
+    return str(call_in_clean_thread(choice))
 
 
 def why_not(kernel: str, problem: Problem) -> str | None:
@@ -197,7 +197,7 @@ def _trial(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # why torch did not take the other kernels
-            in_clean_thread(attempt)
+            call_in_clean_thread(attempt)
     except RuntimeError as error:
         return f"this build of torch refuses it ({str(error).splitlines()[0].rstrip('.')})"
     return None
@@ -212,7 +212,7 @@ def _small(
     return q, q, v, torch.zeros(1, 1, 16, 16, dtype=dtype, device=device) if masked else None
 
 
-def in_clean_thread(function: Any) -> Any:
+def call_in_clean_thread(function: Any) -> Any:
     """Call ``function`` outside of the caller's modes, such as fake tensors: they belong to threads."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(torch.inference_mode()(function)).result()
@@ -234,7 +234,7 @@ def xformers_why_not(device: torch.device) -> str | None:
 def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     problem = problem_of(q, k, v, mask)
     if not problem.real:
-        return emulated(kernel, q, k, v, mask, scale)
+        return emulate(kernel, q, k, v, mask, scale)
     if mask is not None:
         mask = _torch_mask(mask, problem)
     with contextlib.nullcontext() if _is_compiling() else SWITCHES.left_alone():
@@ -255,7 +255,7 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
 _KERNELS = {1: "flash", 2: "efficient", 3: "cudnn"}
 
 
-def emulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def emulate(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Fake tensors have no fused kernels: a trace that answers for torch's function books them, else nothing is."""
     if not TORCHS_ATTENTION.is_redirected():
         return empty_output(q, v)

@@ -41,9 +41,9 @@ def _geglu_kernel(product, out, width, BLOCK: tl.constexpr):
     inside = column < width
     value = tl.load(product + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(product + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (value * by_erf(gate)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + column, (value * gelu_by_erf(gate)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def by_erf(x):
+def gelu_by_erf(x):
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))

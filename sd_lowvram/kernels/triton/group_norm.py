@@ -49,7 +49,7 @@ def group_norm(
     if is_fake(x):  # as many operators as there are kernels, which read and write what these do
         x.sum(dtype=torch.float32)
         return x.neg()
-    x, strides = with_rows_joined(x)
+    x, strides = join_rows(x)
     out = torch.empty_like(x)
     tile = tile_of(width, min(chunk, pixels), strides)
     places = (groups, width, pixels, chunk, chunks)
@@ -57,13 +57,13 @@ def group_norm(
         _moments_kernel[(count * groups, chunks)](x, partial, *places, *strides, *tile)
         _normalise_kernel[(count * groups, chunks)](
             *(x, out, partial, x if weight is None else weight, x if bias is None else bias),
-            *(*places, *strides, *with_rows_joined(out)[1], eps, triton.next_power_of_2(chunks)),
+            *(*places, *strides, *join_rows(out)[1], eps, triton.next_power_of_2(chunks)),
             *(weight is not None, bias is not None, silu, *tile),
         )
     return out
 
 
-def with_rows_joined(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+def join_rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """``x`` or a copy whose rows follow each other, and its strides by picture, channel and pixel."""
     height, width = x.shape[2:]
     if height > 1 and width > 1 and x.stride(2) != width * x.stride(3):
@@ -133,15 +133,15 @@ def _normalise_kernel(
     picture, first = (row // groups).to(tl.int64), (row % groups) * width
     for c in range(0, width, CHANNELS):
         channel = (first + c + channels).to(tl.int64)
-        known = c + channels < width
+        is_inside = c + channels < width
         gain, shift = scale, 0.0
         if WEIGHT:
-            gain = scale * tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
+            gain = scale * tl.load(weight + channel, mask=is_inside, other=0.0).to(tl.float32)
         if BIAS:
-            shift = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
+            shift = tl.load(bias + channel, mask=is_inside, other=0.0).to(tl.float32)
         for p in range(start, stop, PIXELS):
             pixel = (p + places).to(tl.int64)
-            inside = known & (p + places < stop)
+            inside = is_inside & (p + places < stop)
             value = tl.load(x + picture * stride_n + channel * stride_c + pixel * stride_p, mask=inside, other=0.0)
             value = (value.to(tl.float32) - mean) * gain + shift
             if SILU:

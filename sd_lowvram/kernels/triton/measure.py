@@ -21,50 +21,50 @@ Pair = tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]
 """A kernel, torch's own operators, and the tensors that both are given."""
 
 
-def _drawn(*shape: int, device: torch.device) -> Tensor:
+def _noise(*shape: int, device: torch.device) -> Tensor:
     """Noise from a generator of its own: a measurement shifts no user's seed."""
     return torch.randn(shape, device=device, generator=torch.Generator(device))
 
 
-def _normalised(shape: tuple[int, ...], layout: torch.memory_format, device: torch.device, dtype: torch.dtype) -> Pair:
+def _norm_inputs(shape: tuple[int, ...], layout: torch.memory_format, device: torch.device, dtype: torch.dtype) -> Pair:
     how: dict[str, Any] = {"groups": 32, "weight": None, "bias": None, "eps": 1e-5, "silu": True}
-    x = _drawn(*shape, device=device).to(dtype, memory_format=layout)
+    x = _noise(*shape, device=device).to(dtype, memory_format=layout)
     return functools.partial(group_norm.group_norm, **how), functools.partial(group_norm.reference, **how), (x,)
 
 
-def _gated(device: torch.device, dtype: torch.dtype) -> Pair:
-    return geglu.geglu, geglu.reference, (_drawn(*_TOKENS, device=device).to(dtype),)
+def _geglu_inputs(device: torch.device, dtype: torch.dtype) -> Pair:
+    return geglu.geglu, geglu.reference, (_noise(*_TOKENS, device=device).to(dtype),)
 
 
 def _strip(layout: torch.memory_format, device: torch.device, dtype: torch.dtype) -> Pair:
-    x = _drawn(*_STRIP, device=device).to(dtype, memory_format=layout)
-    scale, shift = (_drawn(1, _STRIP[1], 1, 1, device=device) for _ in range(2))
-    ours, plain = (functools.partial(one, border=_BORDER) for one in (strip.activated_strip, strip.reference))
+    x = _noise(*_STRIP, device=device).to(dtype, memory_format=layout)
+    scale, shift = (_noise(1, _STRIP[1], 1, 1, device=device) for _ in range(2))
+    ours, plain = (functools.partial(function, border=_BORDER) for function in (strip.activated_strip, strip.reference))
     return ours, plain, (x, scale, shift)
 
 
-def _named(layout: torch.memory_format) -> str:
+def _layout_name(layout: torch.memory_format) -> str:
     return str(layout).removeprefix("torch.")
 
 
 PAIRS: dict[str, Callable[[torch.device, torch.dtype], Pair]] = {
     **{
-        f"group_norm, {stage}, {_named(layout)}": functools.partial(_normalised, shape, layout)
+        f"group_norm, {stage}, {_layout_name(layout)}": functools.partial(_norm_inputs, shape, layout)
         for layout in _LAYOUTS
         for stage, shape in _MAPS.items()
     },
-    "geglu": _gated,
-    **{f"strip, {_named(layout)}": functools.partial(_strip, layout) for layout in _LAYOUTS},
+    "geglu": _geglu_inputs,
+    **{f"strip, {_layout_name(layout)}": functools.partial(_strip, layout) for layout in _LAYOUTS},
 }
 """Functions that draw the compared pairs on a device in a type, by the names of :func:`gains`."""
 
 
 def gains(device: torch.device) -> dict[str, float]:
     """Seconds of torch's operators over those of the kernel, in float16: ratios of medians of runs in turn."""
-    found = {}
+    ratios = {}
     with torch.inference_mode():
         for name, drawn in PAIRS.items():
-            kernel, reference, given = drawn(device, torch.float16)
-            ways = functools.partial(reference, *given), functools.partial(kernel, *given)
-            found[name] = ratio(*ways, device)
-    return found
+            kernel, reference, inputs = drawn(device, torch.float16)
+            ways = functools.partial(reference, *inputs), functools.partial(kernel, *inputs)
+            ratios[name] = ratio(*ways, device)
+    return ratios

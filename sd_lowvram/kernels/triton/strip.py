@@ -41,7 +41,7 @@ def activated_strip(x: Tensor, scale: Tensor, shift: Tensor, border: Border = (0
     if is_fake(x):
         return functional.pad(x.neg(), border) if any(border) else x.neg()
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
-    scale, shift = (one.expand(count, channels, 1, 1).contiguous() for one in (scale, shift))
+    scale, shift = (tensor.expand(count, channels, 1, 1).contiguous() for tensor in (scale, shift))
     pixels = shape[2] * shape[3]
     tile = tile_of(channels, pixels, (out.stride(0), out.stride(1), out.stride(3)))
     grid = count * triton.cdiv(channels, tile[0]), triton.cdiv(pixels, tile[1])
@@ -63,15 +63,15 @@ def _strip_kernel(
     picture = tl.program_id(0) // blocks
     channel = (tl.program_id(0) % blocks) * CHANNELS + tl.arange(0, CHANNELS)[:, None]
     pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)[None, :]
-    known = channel < channels
+    is_channel = channel < channels
     row, column = pixel // out_columns, pixel % out_columns
     above, before = row - top, column - left
-    inside = known & (above >= 0) & (above < rows) & (before >= 0) & (before < columns)
+    inside = is_channel & (above >= 0) & (above < rows) & (before >= 0) & (before < columns)
     far = picture.to(tl.int64) * stride_n + channel.to(tl.int64) * stride_c
     value = tl.load(x + far + above.to(tl.int64) * stride_h + before * stride_w, mask=inside, other=0.0)
-    gain = tl.load(scale + picture * channels + channel, mask=known, other=0.0)
-    value = value.to(tl.float32) * gain + tl.load(shift + picture * channels + channel, mask=known, other=0.0)
+    gain = tl.load(scale + picture * channels + channel, mask=is_channel, other=0.0)
+    value = value.to(tl.float32) * gain + tl.load(shift + picture * channels + channel, mask=is_channel, other=0.0)
     value = tl.where(inside, value * tl.sigmoid(value), 0.0)
     far = picture.to(tl.int64) * out_n + channel.to(tl.int64) * out_c
     where = far + row.to(tl.int64) * out_h + column * out_w
-    tl.store(out + where, value.to(out.dtype.element_ty), mask=known & (pixel < out_rows * out_columns))
+    tl.store(out + where, value.to(out.dtype.element_ty), mask=is_channel & (pixel < out_rows * out_columns))
