@@ -173,11 +173,11 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
 
     def go_leaner(short: Shortage) -> Plan:
         now = _plan_of(target)
-        found = _leaner(anatomy_of(target, now.settings), now, short, settings)
-        if found.request is now.request:  # as before
-            attachments(target)[-1].plan = found
-            return found
-        return put_on(found)
+        plan = _leaner(anatomy_of(target, now.settings), now, short, settings)
+        if plan.request is now.request:  # as before
+            attachments(target)[-1].plan = plan
+            return plan
+        return put_on(plan)
 
     def watches(anatomy: Anatomy, request: Request) -> Iterator[Patch]:
         """Guards of every call, innermost first."""
@@ -219,9 +219,9 @@ def _plan_of(target: Any) -> Plan:
 
 def _leaner(anatomy: Anatomy, plan: Plan, short: Shortage, settings: Settings) -> Plan:
     """Return the next plan like :func:`leaner`, and log it."""
-    found = leaner(plan, short, settings, functools.partial(make_plan, anatomy))
-    happened(__name__, found.fallback_steps[-1].told)
-    return found
+    lean = leaner(plan, short, settings, functools.partial(make_plan, anatomy))
+    happened(__name__, lean.fallback_steps[-1].told)
+    return lean
 
 
 def max_size(
@@ -325,15 +325,15 @@ def encode(
     return _run(anatomy, anatomy.family.encode, pixels, vram, ram, device, settings, size)
 
 
-def _checked_shape(what: str, given: Tensor, channels: int, frames: bool) -> tuple[int, ...]:
+def _checked_shape(what: str, tensor: Tensor, channels: int, frames: bool) -> tuple[int, ...]:
     """The shape of a map, if an autoencoder can take it."""
     takes = f"(N, {channels}, {'frames, ' if frames else ''}height, width)"
-    if not isinstance(given, Tensor):
-        raise BadInputError(f"{what} must be a tensor {takes}, not a {type(given).__name__}")
-    shape = tuple(given.shape)
-    if len(shape) != 4 + frames or shape[1] != channels or 0 in shape or not given.is_floating_point():
+    if not isinstance(tensor, Tensor):
+        raise BadInputError(f"{what} must be a tensor {takes}, not a {type(tensor).__name__}")
+    shape = tuple(tensor.shape)
+    if len(shape) != 4 + frames or shape[1] != channels or 0 in shape or not tensor.is_floating_point():
         raise BadInputError(
-            f"{what} of shape {shape} and type {given.dtype} are not what this autoencoder takes: "
+            f"{what} of shape {shape} and type {tensor.dtype} are not what this autoencoder takes: "
             f"{takes}, none of them 0, of a floating type"
         )
     return shape
@@ -350,26 +350,26 @@ def _autoencoder(target: Any) -> Anatomy:
 def _run(
     anatomy: Anatomy,
     call: Callable[[Any, Tensor], Tensor],
-    given: Tensor,
+    tensor: Tensor,
     vram: Size | None,
     ram: Size | None,
     device: torch.device | str | None,
     settings: Settings | None,
     size: RunOptions,
 ) -> Tensor:
-    """``call`` of the autoencoder of ``anatomy`` and what it is ``given``, a picture of ``size``, within a budget."""
+    """``call`` of the autoencoder of ``anatomy`` with ``tensor``, a picture of ``size``, within a budget."""
     vae, fixed = anatomy.vae, stated(settings)
     assert vae is not None
     half = any(tensor.dtype == torch.float16 for tensor in vae.parameters())
     if half and force_upcast(anatomy, anatomy.autoencoder or ""):
         fixed = fixed.filled(precision="fp32")
-    where = given.device if device is None else device
+    where = tensor.device if device is None else device
     request = _request(vae, None, vram, ram, where, size)
     chosen = make_plan(anatomy, request, fixed)
     while True:
         try:
             with attached(vae, chosen.settings, device=where), torch.no_grad():
-                return call(vae, given)
+                return call(vae, tensor)
         except (RuntimeError, MemoryError) as error:
             short = shortage(error, "the autoencoder")
         chosen = _leaner(anatomy, chosen, short, fixed)

@@ -76,7 +76,9 @@ def make_private(folder: Path) -> None:
     Raises:
         OSError: the system does not allow it.
     """
-    for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+    for missing in reversed(
+        [missing_folder for missing_folder in (folder, *folder.parents) if not missing_folder.exists()]
+    ):
         missing.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -200,11 +202,11 @@ def _remove_writable(folder: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of the installed packages whose code a model is made of."""
-    found = {}
+    installed = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 @functools.cache

@@ -36,8 +36,8 @@ app.command()(install)
 def _add(app: typer.Typer) -> None:
     """Add the commands of those who registered some."""
     doors.find()
-    for name, given in doors.COMMANDS.items():
-        command = given()
+    for name, make_command in doors.COMMANDS.items():
+        command = make_command()
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:

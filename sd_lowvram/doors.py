@@ -100,20 +100,20 @@ def register(
     Raises:
         BadInputError: a name is registered already; nothing is added then.
     """
-    given = dict(
+    additions = dict(
         zip(_PLACES, (knobs, attention_backends, families, classes, unets, nodes, commands, crews), strict=True)
     )
     with _lock:
-        for kind, added in given.items():
+        for kind, added in additions.items():
             for name in added or ():
                 if name in _PLACES[kind]:
                     raise BadInputError(f"a {kind} {name!r} is registered already: give yours another name")
-        for kind, added in given.items():
+        for kind, added in additions.items():
             _PLACES[kind].update(added or {})
 
     def unregister() -> None:
         with _lock:
-            for kind, added in given.items():
+            for kind, added in additions.items():
                 for name in added or ():
                     _PLACES[kind].pop(name, None)
 
@@ -149,5 +149,5 @@ def _tried(name: str, call: Callable[[], Any]) -> None:
     try:
         call()
     except Exception as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        warnings.warn(f"{name} could not be added to sd-lowvram, and is left out ({told})", stacklevel=2)
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        warnings.warn(f"{name} could not be added to sd-lowvram, and is left out ({message})", stacklevel=2)

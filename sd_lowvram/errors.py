@@ -183,5 +183,5 @@ def host_ran_out(error: BaseException) -> bool:
 
 
 def _says(error: BaseException, words: tuple[str, ...]) -> bool:
-    told = str(error)
-    return any(each in told for each in words)
+    message = str(error)
+    return any(each in message for each in words)

@@ -158,13 +158,15 @@ def knobs() -> dict[str, Knob]:
     """Every knob by name, in the order that saved workflows rely on; registered knobs and choices come last."""
     doors.find()
     registered = (*doors.KNOBS.items(), *doors.ATTENTION_BACKENDS.items())
-    return dict(_knobs(tuple((name, id(one)) for name, one in registered)))
+    return dict(_knobs(tuple((name, id(item)) for name, item in registered)))
 
 
 @functools.lru_cache(maxsize=1)
 def _knobs(_: Any) -> dict[str, Knob]:
-    ours: dict[str, Knob] = {one.name: one.metadata["knob"] for one in dataclasses.fields(Settings) if one.metadata}
-    ours = dict(sorted(ours.items(), key=lambda one: one[1].place))
+    ours: dict[str, Knob] = {
+        field.name: field.metadata["knob"] for field in dataclasses.fields(Settings) if field.metadata
+    }
+    ours = dict(sorted(ours.items(), key=lambda item: item[1].place))
     theirs = {name: backend.fidelity for name, backend in doors.ATTENTION_BACKENDS.items()}
     return ours | {"attention": ours["attention"].with_choices(theirs)} | doors.KNOBS
 
@@ -194,8 +196,8 @@ def conflict(settings: Settings) -> str | None:
     for name, knob, value in decided:
         excluded = knob.excluded_by(value)
         for other, others, its in decided:
-            found = excluded & others.acts_of(its) if other != name else frozenset()
+            conflicts = excluded & others.acts_of(its) if other != name else frozenset()
             for act in Act:
-                if act in found:
+                if act in conflicts:
                     return f"{name}={value!r} cannot go with {other}={its!r}, which {act.value}: leave one of them off"
     return None

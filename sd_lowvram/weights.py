@@ -23,8 +23,8 @@ def own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def all_tensors(*modules: nn.Module) -> list[Tensor]:
     """Parameters and buffers of whole modules; tied ones once."""
-    found = {id(tensor): tensor for root in modules for module in root.modules() for tensor in own_tensors(module)}
-    return list(found.values())
+    tensors = {id(tensor): tensor for root in modules for module in root.modules() for tensor in own_tensors(module)}
+    return list(tensors.values())
 
 
 def weight_bytes(*modules: nn.Module) -> int:
@@ -90,7 +90,7 @@ def ordinary_as(tensor: Tensor, data: Tensor) -> Tensor:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """True if two tensors on one device have the same bits: NaN equals itself, and 0 differs from -0."""
     alike = a.shape == b.shape and a.dtype == b.dtype
-    return alike and torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (a, b)))
+    return alike and torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (a, b)))
 
 
 def is_channels_last(tensor: Tensor) -> bool:
@@ -244,8 +244,8 @@ def needs_graph(module: nn.Module, *trees: Any) -> bool:
     """
     if not torch.is_grad_enabled():
         return False
-    given = (leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor))
-    return any(tensor.requires_grad for tensor in (*given, *module.parameters()))
+    tensors = (leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor))
+    return any(tensor.requires_grad for tensor in (*tensors, *module.parameters()))
 
 
 def cast_activations(tree: Any, dtype: torch.dtype) -> Any:

@@ -61,8 +61,8 @@ class Alone:
 
     def wait(self) -> list[tuple[str, Outcome]]:
         assert self._given is not None
-        given, self._given = self._given, None
-        return [("here", self._painter.attempt(*given))]
+        job, self._given = self._given, None
+        return [("here", self._painter.attempt(*job))]
 
     def close(self) -> None:
         pass

@@ -195,11 +195,11 @@ def _check_header(path: Path, line: int, header: list[str]) -> None:
 
 
 def _objects(path: Path, text: str) -> Iterator[Row]:
-    for line, one in enumerate(io.StringIO(text), 1):
-        if not one.strip():
+    for line, row in enumerate(io.StringIO(text), 1):
+        if not row.strip():
             continue
         try:
-            yield line, _without_repeats(json.loads(one, object_pairs_hook=_Pairs))
+            yield line, _without_repeats(json.loads(row, object_pairs_hook=_Pairs))
         except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())[:_SHOWN]
             raise BadInputError(f"{path}, line {line}: it is not a JSON object that can be read ({reason})") from error
@@ -209,29 +209,29 @@ class _Pairs(list[tuple[str, Any]]):
     """A JSON object as it is written, with duplicate names."""
 
 
-def _without_repeats(found: Any) -> dict[str, Any]:
-    if not isinstance(found, _Pairs):
+def _without_repeats(pairs: Any) -> dict[str, Any]:
+    if not isinstance(pairs, _Pairs):
         raise ValueError("it is not an object")
-    table = dict(found)
-    if len(table) != len(found):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         raise ValueError("a name stands there twice")
     return table
 
 
 def _job(row: dict[str, Any], base: Job, chosen: dict[str, Any]) -> tuple[Job, str]:
     """The checked job of a row, and what makes its picture, as a digest."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for written, raw in row.items():
         name = _column(written)
-        if name in given:
+        if name in values:
             raise BadInputError(f"the column {name} stands there twice")
         if raw is not None:
-            given[name] = _value(name, raw)
-    if not str(given.get("prompt", "")).strip():
+            values[name] = _value(name, raw)
+    if not str(values.get("prompt", "")).strip():
         raise BadInputError("it has no prompt")
-    knobs = {name: given.pop(name) for name in list(given) if name in command_line_knobs()}
-    settings = checked_settings({**chosen, **knobs}, given.get("policy", base.policy))
-    asked = dataclasses.replace(base, **given, settings=settings)
+    knobs = {name: values.pop(name) for name in list(values) if name in command_line_knobs()}
+    settings = checked_settings({**chosen, **knobs}, values.get("policy", base.policy))
+    asked = dataclasses.replace(base, **values, settings=settings)
     if asked.output is not None:
         _check_name(asked.output)
     job = check_job(asked)
@@ -292,10 +292,10 @@ def comparable(name: str) -> str:
 def _check_names(path: Path, tasks: Iterable[Task]) -> None:
     """Raise BadInputError where two jobs ask for one file, on any file system."""
     named = sorted((comparable(task.name), task.line) for task in tasks if task.name is not None)
-    for (one, line), (other, again) in itertools.pairwise(named):
-        if one == other:
+    for (first, line), (other, again) in itertools.pairwise(named):
+        if first == other:
             raise BadInputError(
-                f"{path}, lines {line} and {again}: both have the output {one[:_SHOWN]!r}; name them apart"
+                f"{path}, lines {line} and {again}: both have the output {first[:_SHOWN]!r}; name them apart"
             )
 
 

@@ -135,9 +135,9 @@ class Journal:
             self._rows.execute(f"PRAGMA user_version = {_VERSION}")
             self._rows.execute(f"PRAGMA application_id = {_OURS}")
         self._rows.execute("COMMIT")
-        found = self._rows.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if found != "ok":
-            raise sqlite3.DatabaseError(found)
+        verdict = self._rows.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if verdict != "ok":
+            raise sqlite3.DatabaseError(verdict)
 
     def close(self) -> None:
         self._rows.close()
@@ -160,20 +160,20 @@ class Journal:
         picture that somebody has changed is left as it is.
         """
         with self._at_once():
-            known = {row[0]: row[1:] for row in self._rows.execute("SELECT key, id, line, seed, files FROM jobs")}
-            changes = JobChanges(first=not known)
-            changes.gone = self._leave(known, {task.key for task in tasks})
+            rows = {row[0]: row[1:] for row in self._rows.execute("SELECT key, id, line, seed, files FROM jobs")}
+            changes = JobChanges(first=not rows)
+            changes.gone = self._leave(rows, {task.key for task in tasks})
             self._rows.execute("UPDATE jobs SET state = 'waiting' WHERE state IN ('running', 'failed')")
             self._look_after_pictures(changes)
-            names = _Names(self._folder, [name for row in known.values() for name in json.loads(row[3])])
+            names = _Names(self._folder, [name for row in rows.values() for name in json.loads(row[3])])
             names.take(task.name for task in tasks if task.name)
-            found = Found(self._folder) if changes.first else None
+            results = Found(self._folder) if changes.first else None
             entries = []
             for task in tasks:
-                if task.key in known:
-                    entry = self._again(task, known[task.key])
-                elif found is not None and (made := found.take(task, asked_names(task))) is not None:
-                    entry = self._found(task, *made, found)
+                if task.key in rows:
+                    entry = self._again(task, rows[task.key])
+                elif results is not None and (result := results.take(task, asked_names(task))) is not None:
+                    entry = self._found(task, *result, results)
                     changes.found += entry.files
                 else:
                     entry = self._first(task, names)
@@ -182,10 +182,10 @@ class Journal:
             done = {row[0] for row in self._rows.execute("SELECT id FROM jobs WHERE state = 'done'")}
         return [entry for entry in entries if entry.id not in done], changes
 
-    def _leave(self, known: dict[str, Any], wanted: set[str]) -> list[int]:
+    def _leave(self, rows: dict[str, Any], wanted: set[str]) -> list[int]:
         """Take jobs that the file has no more out of the batch; the lines at which they stood."""
-        left = {row[0]: row[1] for key, row in known.items() if key not in wanted and row[1] is not None}
-        self._rows.executemany("UPDATE jobs SET line = NULL WHERE id = ?", [(one,) for one in left])
+        left = {row[0]: row[1] for key, row in rows.items() if key not in wanted and row[1] is not None}
+        self._rows.executemany("UPDATE jobs SET line = NULL WHERE id = ?", [(number,) for number in left])
         return sorted(left.values())
 
     def _look_after_pictures(self, changes: JobChanges) -> None:
@@ -213,19 +213,19 @@ class Journal:
     def _first(self, task: Task, names: _Names) -> JournalEntry:
         return self._added(task, task.job, names.of(task), "waiting")
 
-    def _found(self, task: Task, seed: int, files: list[str], found: Found) -> JournalEntry:
+    def _found(self, task: Task, seed: int, files: list[str], results: Found) -> JournalEntry:
         """Take up a job whose pictures are there."""
         entry = self._added(task, dataclasses.replace(task.job, seed=seed), files, "done")
-        self._take_results(entry, map(found.picture, files))
+        self._take_results(entry, map(results.picture, files))
         return entry
 
     def _added(self, task: Task, job: Job, files: list[str], state: str) -> JournalEntry:
         options = json.dumps(stated(job), ensure_ascii=False)
         values = (task.key, task.line, options, str(job.seed), json.dumps(files), state)
-        made = self._rows.execute(
+        row = self._rows.execute(
             "INSERT INTO jobs (key, line, options, seed, files, state) VALUES (?, ?, ?, ?, ?, ?)", values
         )
-        return JournalEntry(made.lastrowid or 0, task.line, job, tuple(files))
+        return JournalEntry(row.lastrowid or 0, task.line, job, tuple(files))
 
     def _take_results(self, entry: JournalEntry, pictures: Iterable[FinishedPicture]) -> None:
         for number, (name, picture) in enumerate(zip(entry.files, pictures, strict=True)):
@@ -281,11 +281,11 @@ def _summary(rows: sqlite3.Connection) -> list[dict[str, Any]]:
     for file, job, digest in rows.execute("SELECT file, job, sha256 FROM results ORDER BY job, number"):
         pictures.setdefault(job, []).append({"file": file, "sha256": digest})
     names = ("line", "options", "seed", "state", "error", "attempts")
-    found = []
+    summaries = []
     for number, *values in jobs:
-        one = dict(zip(names, values, strict=True)) | {"pictures": pictures.get(number, [])}
-        found.append(one | {"options": json.loads(one["options"]), "seed": int(one["seed"])})
-    return found
+        summary = dict(zip(names, values, strict=True)) | {"pictures": pictures.get(number, [])}
+        summaries.append(summary | {"options": json.loads(summary["options"]), "seed": int(summary["seed"])})
+    return summaries
 
 
 def finished(folder: Path) -> tuple[set[str], list[dict[str, Any]]]:
@@ -327,17 +327,17 @@ def asked_names(task: Task) -> list[str] | None:
         return None
     path = Path(task.name)
     many = [path.with_name(f"{path.stem}-{n}{path.suffix}") for n in range(1, task.job.batch + 1)]
-    return [one.as_posix() for one in (many if task.job.batch > 1 else [path])]
+    return [path.as_posix() for path in (many if task.job.batch > 1 else [path])]
 
 
 class _Names:
     """Free names for pictures: numbered on from all that there are, in the folder and in the journal."""
 
-    def __init__(self, folder: Path, known: Sequence[str]) -> None:
+    def __init__(self, folder: Path, taken: Sequence[str]) -> None:
         self._folder = folder
-        self._taken = {comparable(name) for name in known}
+        self._taken = {comparable(name) for name in taken}
         there = [file.name for file in folder.glob("*.png")]
-        numbers = [int(match[1]) for name in (*known, *there) if (match := re.match(r"(\d+)-", name))]
+        numbers = [int(match[1]) for name in (*taken, *there) if (match := re.match(r"(\d+)-", name))]
         self._next = max(numbers, default=-1) + 1
         self._known = frozenset(self._taken)
 

@@ -102,4 +102,4 @@ def _is_same(job: Job, before: Job, saved: Saved, images: dict[str, Any], device
     if before.device is None or torch.device(before.device).type != device.type:
         return False
     pictures = pictures_as_tensors(images, (job.width or 0, job.height or 0))
-    return all(name in saved.tensors and torch.equal(saved.tensors[name], one) for name, one in pictures.items())
+    return all(name in saved.tensors and torch.equal(saved.tensors[name], tensor) for name, tensor in pictures.items())

@@ -176,11 +176,11 @@ class Actors:
             answered, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_PATIENCE)
         except Exception as error:
             raise LowVRAMError(f"the Ray cluster has gone ({error}): the same command continues from here") from error
-        found: list[tuple[str, Outcome]] = []
+        outcomes: list[tuple[str, Outcome]] = []
         for reference in answered:
-            found += self._answer(reference, self._pending.pop(reference))
+            outcomes += self._answer(reference, self._pending.pop(reference))
         self._tell_if_alone()
-        return found
+        return outcomes
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # of workers that have gone
@@ -226,28 +226,28 @@ class Actors:
 
     def _answer(self, reference: Any, name: str) -> list[tuple[str, Outcome]]:
         errors = self._ray.exceptions
-        given = self._given.pop(name, None)
+        job = self._given.pop(name, None)
         try:
             answer = self._ray.get(reference)
         except errors.ActorDiedError as error:
-            if given is None:  # for good
+            if job is None:  # for good
                 return self._without(name, str(error))
             self._greet(name)
             return [(name, Lost(f"its worker {name} ended"))]
         except errors.RayTaskError as error:
             reason = internal_error(str(error)[-200:])
-            return [(name, Failed(LowVRAMError.exit_code, reason))] if given else self._without(name, reason)
+            return [(name, Failed(LowVRAMError.exit_code, reason))] if job else self._without(name, reason)
         except errors.RayError:
             time.sleep(_PAUSE)  # it is being started again
             self._greet(name)
-            return [(name, Lost(f"its worker {name} ended"))] if given else []
-        if given is None:
+            return [(name, Lost(f"its worker {name} ended"))] if job else []
+        if job is None:
             _check_version(name, answer)
             self._ready.add(name)
             return []
         if isinstance(answer, Lacks):
             self._send(answer.path)
-            self.give(name, *given)
+            self.give(name, *job)
             return []
         return [(name, answer)]
 

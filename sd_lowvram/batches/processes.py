@@ -47,7 +47,7 @@ class Processes:
             self._workers[worker].line.send((job, place, pictures))
 
     def wait(self) -> list[tuple[str, Outcome]]:
-        found: list[tuple[str, Outcome]] = []
+        outcomes: list[tuple[str, Outcome]] = []
         lines = {worker.line: name for name, worker in self._workers.items()}
         for line in ready(list(lines)):
             assert isinstance(line, Connection)
@@ -55,14 +55,14 @@ class Processes:
             try:
                 answer = line.recv()
             except (EOFError, OSError):
-                found += self._again(name)
+                outcomes += self._again(name)
                 continue
             if answer == _READY:
                 self._workers[name].ready = True
             else:
                 self._workers[name].busy = False
-                found.append((name, answer))
-        return found
+                outcomes.append((name, answer))
+        return outcomes
 
     def close(self) -> None:
         for worker in self._workers.values():

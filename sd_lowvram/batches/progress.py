@@ -122,9 +122,9 @@ class Lines:
             tell(f"line {event.entry.line}: {event.message}")
 
     def _print(self, event: JobEvent) -> None:
-        told = "" if self._quiet else f"  {format_time(event.seconds)}; {self._progress.state}; {self._progress.pace}"
+        pace = "" if self._quiet else f"  {format_time(event.seconds)}; {self._progress.state}; {self._progress.pace}"
         try:
-            print("\n".join(event.entry.files) + told, file=self._out, flush=True)
+            print("\n".join(event.entry.files) + pace, file=self._out, flush=True)
         except BrokenPipeError:  # whoever read our output has left; the batch goes on
             self._silent = True
             give_up_stdout()

@@ -161,9 +161,9 @@ def _some(things: Sequence[object]) -> str:
 def _ended(progress: Progress, changes: JobChanges, jobs: list[dict[str, Any]], wanted: Wanted) -> int:
     """Tell how the batch ended; the exit code: that of the first job that failed."""
     if wanted.as_json:
-        told: dict[str, Any] = {"folder": str(wanted.out), "sheet": NAME, "seconds": round(progress.seconds, 3)}
-        told |= {"pictures_an_hour": round(progress.pictures_an_hour, 1), **dataclasses.asdict(changes)}
-        print(json.dumps(told | {"jobs": jobs}, indent=2))
+        summary: dict[str, Any] = {"folder": str(wanted.out), "sheet": NAME, "seconds": round(progress.seconds, 3)}
+        summary |= {"pictures_an_hour": round(progress.pictures_an_hour, 1), **dataclasses.asdict(changes)}
+        print(json.dumps(summary | {"jobs": jobs}, indent=2))
     elif not wanted.quiet:
         print(f"{progress.state} in {format_time(progress.seconds)}; all at a glance: {wanted.out / NAME}")
     if not progress.failed:

@@ -75,12 +75,12 @@ def foretold(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Hosted, P
 
 def _model_of(path: Path, hosted: Hosted, asked: dict[str, Any]) -> Path:
     """Path of the autoencoder."""
-    given = asked.get("model") or hosted.autoencoder
-    if given is None:
+    source = asked.get("model") or hosted.autoencoder
+    if source is None:
         raise BadInputError(f"{path} does not name its VAE: give the checkpoint, or the VAE's own file, with --model")
-    if "\0" in given or not os.path.exists(given):  # False, where pathlib raises for a name that is too long
-        raise BadInputError(f"the autoencoder of {path} is not at {given!r} any more: name its path with --model")
-    return Path(given)
+    if "\0" in source or not os.path.exists(source):  # False, where pathlib raises for a name that is too long
+        raise BadInputError(f"the autoencoder of {path} is not at {source!r} any more: name its path with --model")
+    return Path(source)
 
 
 def _files_beside(path: Path, count: int) -> list[Path]:
@@ -101,9 +101,9 @@ def _float32() -> torch.dtype:
 
 
 def _checked(path: Path, hosted: Hosted, vae: Any) -> Any:
-    given, wanted = hosted.latents.shape[1], vae.config.latent_channels
-    if given != wanted:
-        raise BadInputError(f"{path} holds latents of {given} channels, and this autoencoder has {wanted}")
+    channels, wanted = hosted.latents.shape[1], vae.config.latent_channels
+    if channels != wanted:
+        raise BadInputError(f"{path} holds latents of {channels} channels, and this autoencoder has {wanted}")
     return vae.eval().requires_grad_(False)
 
 
@@ -118,4 +118,4 @@ def _pictures(vae: Any, latents: torch.Tensor, asked: dict[str, Any]) -> list[An
     settings = checked_settings({"precision": asked.get("precision")}, None)
     pixels = decode(vae.to(device), latents.to(device, _float32()), settings=settings, **budget)
     values = ((pixels / 2 + 0.5).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-    return [Image.fromarray(one) for one in values]
+    return [Image.fromarray(pixels) for pixels in values]

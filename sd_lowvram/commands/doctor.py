@@ -44,16 +44,16 @@ def doctor(
             raise BadInputError(f"--model {model} does not exist: give a folder or a file on the disk")
         from .examination import calibrated, disk_of, examine
 
-        found = examine(probe=not calibrate) | {"disk": disk_of(where, calibrate)}
+        machine = examine(probe=not calibrate) | {"disk": disk_of(where, calibrate)}
         if calibrate:
-            found["calibration"] = calibrated()
+            machine["calibration"] = calibrated()
         if as_json:
-            print(json.dumps(found, indent=2))
+            print(json.dumps(machine, indent=2))
         else:
-            _show(found)
+            _show(machine)
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -61,39 +61,39 @@ def _show(found: dict[str, Any]) -> None:
 
     console = Console(highlight=False)
     machine = Table(show_header=False, box=None)
-    for gpu in found["gpus"]:
+    for gpu in report["gpus"]:
         memory = gpu["memory"]
         machine.add_row("GPU", f"{gpu['name']}, {format_size(memory['free'])} of {format_size(memory['total'])} free")
         machine.add_row("driver", gpu["driver"] or "unknown")
-    if not found["gpus"]:
+    if not report["gpus"]:
         none = "none that torch can use: pictures are computed on the CPU"
-        machine.add_row("GPU", none if found["device"] == "cpu" else found["device"])
-    ram = found["ram"]
+        machine.add_row("GPU", none if report["device"] == "cpu" else report["device"])
+    ram = report["ram"]
     machine.add_row("RAM", f"{format_size(ram['free'])} of {format_size(ram['total'])} free")
-    disk = found["disk"]
+    disk = report["disk"]
     rate = (
         "not measured: this system has no reads without its cache"
         if disk["rate"] is None
         else describe_rate(disk["rate"])
     )
     machine.add_row("disk", f"{rate}, of {disk['path']}")
-    machine.add_row("torch", found["torch"])
-    for support in found["support"]:
+    machine.add_row("torch", report["torch"])
+    for support in report["support"]:
         machine.add_row(support["level"], f"{support['name']}: {support['sentence']}")
     console.print(machine)
-    if found["attention"]:
+    if report["attention"]:
         table = Table("attention", "runs here", "same bits every time", title="")
-        for row in found["attention"]:
+        for row in report["attention"]:
             runs = "yes" if row["runs"] else f"no: {row['reason']}"
             table.add_row(
                 row["name"], runs, {True: "yes", False: "[red]no[/red]", None: "not tested"}[row["deterministic"]]
             )
         console.print(table)
-    if "calibration" in found:
-        console.print(_calibration(found["calibration"]))
-    for warning in found["warnings"]:
+    if "calibration" in report:
+        console.print(_calibration(report["calibration"]))
+    for warning in report["warnings"]:
         console.print(f"[yellow]warning:[/yellow] {warning}")
-    for missing in found["missing"]:
+    for missing in report["missing"]:
         console.print(f"missing: {missing['what']}: {missing['remedy']}", markup=False)
 
 

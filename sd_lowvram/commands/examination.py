@@ -39,7 +39,7 @@ def examine(probe: bool = True) -> dict[str, Any]:
     import torch
 
     device = default_device()
-    found = gpus()
+    cards = gpus()
     missing = [
         {"what": name, "effect": effect, "remedy": remedy}
         for name, (effect, remedy) in _PACKAGES.items()
@@ -47,14 +47,14 @@ def examine(probe: bool = True) -> dict[str, Any]:
     ]
     return {
         "device": str(device),
-        "support": [asdict(one) for one in (support_of(device), support_of_system()) if one],
-        "gpus": [asdict(gpu) for gpu in found],
+        "support": [asdict(support) for support in (support_of(device), support_of_system()) if support],
+        "gpus": [asdict(gpu) for gpu in cards],
         "ram": asdict(host_memory()),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
         "attention": _attention(device, probe),
-        "warnings": _warnings(found),
+        "warnings": _warnings(cards),
         "missing": missing + _missing_parts(device),
     }
 
@@ -99,9 +99,9 @@ def _compiling(device: Any) -> dict[str, float] | None:
         return None
     from ..planning.compile_gain import measured_compiling
 
-    found = measured_compiling(device)
-    remember_compiling(device, found)
-    return asdict(found)
+    compiling = measured_compiling(device)
+    remember_compiling(device, compiling)
+    return asdict(compiling)
 
 
 def _kernel_gains(device: Any) -> dict[str, float]:
@@ -109,22 +109,22 @@ def _kernel_gains(device: Any) -> dict[str, float]:
     from ..devices.this_machine import remember_kernel_gains
     from ..kernels.triton.support import why_not
 
-    found: dict[str, float] = {}
+    gains: dict[str, float] = {}
     if device.type == "cpu":
         from ..kernels.winograd import gains as of_winograd
 
-        found |= of_winograd(device)
+        gains |= of_winograd(device)
     elif device.type == "cuda":
         if why_not(device) is None:
             from ..kernels.triton.measure import gains as of_triton
 
-            found |= of_triton(device)
+            gains |= of_triton(device)
         if importlib.util.find_spec("diffusers") is not None:
             from ..planning.compile_gain import measured_recording
 
-            found |= measured_recording(device)
-    remember_kernel_gains(device, found)
-    return found
+            gains |= measured_recording(device)
+    remember_kernel_gains(device, gains)
+    return gains
 
 
 MEASURED: dict[str, Callable[[Any], dict[str, Any] | None]] = {
@@ -136,9 +136,9 @@ MEASURED: dict[str, Callable[[Any], dict[str, Any] | None]] = {
 """Functions that measure and cache facts on a device, by name; a result of None means that it does not apply."""
 
 
-def _warnings(found: list[Any]) -> list[str]:
-    warnings = [_SPILLS] if any(gpu.spills for gpu in found) else []
-    if any("GTX 16" in gpu.name for gpu in found):
+def _warnings(cards: list[Any]) -> list[str]:
+    warnings = [_SPILLS] if any(gpu.spills for gpu in cards) else []
+    if any("GTX 16" in gpu.name for gpu in cards):
         warnings.append("GTX 16xx cards may paint black or green in fp16: use --precision fp16-storage")
     return warnings
 

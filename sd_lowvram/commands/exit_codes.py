@@ -85,7 +85,7 @@ _FITS_ALL = 'pip install "diffusers==0.31.*" "transformers==4.46.*", which run o
 def as_typed(message: str) -> str:
     """``message`` with the knobs in it as the command line writes them: --vae-tiles for vae_tiles."""
     compound = [name for name in knobs() if "_" in name]
-    return re.sub(rf"(?<![\w-])({'|'.join(compound)})\b", lambda found: "--" + found[1].replace("_", "-"), message)
+    return re.sub(rf"(?<![\w-])({'|'.join(compound)})\b", lambda match: "--" + match[1].replace("_", "-"), message)
 
 
 def _end(code: int, message: str, debug: bool) -> NoReturn:

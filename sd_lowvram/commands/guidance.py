@@ -26,13 +26,13 @@ def guided_by(job: Job, pipe: Any) -> dict[str, Any]:
     one, for which a blank stands.
     """
     scale = _scale_of(pipe)
-    given: dict[str, Any] = {scale: job.guidance}
+    arguments: dict[str, Any] = {scale: job.guidance}
     blank = " " if scale == _TRUE and (job.guidance or 0) > 1 else ""
     # None, not an empty text: SDXL says in its configuration that it wants zeros then.
     negative = job.negative or blank
     if "negative_prompt" in _takes(pipe):
-        given["negative_prompt"] = [negative] * job.batch if negative else None
-    return given
+        arguments["negative_prompt"] = [negative] * job.batch if negative else None
+    return arguments
 
 
 def is_guided(job: Job, pipe: Any) -> bool:
@@ -83,5 +83,5 @@ def _scale_of(pipe: Any) -> str:
 
 def _is_embedded(pipe: Any) -> bool:
     """True if the guidance scale is an input of the model, and a negative prompt needs another scale."""
-    made = "guidance_embeds" in getattr(getattr(pipe, "transformer", None), "config", {})
-    return made and _scale_of(pipe) != _TRUE and _TRUE in _takes(pipe)
+    embeds = "guidance_embeds" in getattr(getattr(pipe, "transformer", None), "config", {})
+    return embeds and _scale_of(pipe) != _TRUE and _TRUE in _takes(pipe)

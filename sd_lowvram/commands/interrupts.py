@@ -51,7 +51,7 @@ def stop_between_steps() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is threading.main_thread():
         numbers = (int(signal.SIGINT), int(signal.SIGTERM))
         before |= {number: signal.getsignal(number) for number in numbers}
-        for number in [one for one in numbers if before[one] not in (signal.SIG_IGN, None)]:
+        for number in [number for number in numbers if before[number] not in (signal.SIG_IGN, None)]:
             signal.signal(number, note)
     try:
         yield lambda: bool(came)

@@ -33,24 +33,24 @@ def with_knobs(command: Command) -> Command:
     return _unfolded(command, name="settings", options=options, make=_values)
 
 
-def _values(**given: Any) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name != _HELP_ALL}
+def _values(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != _HELP_ALL}
 
 
 def _show_everything(context: typer.Context, wanted: bool) -> None:
     if not wanted:
         return
-    passed_over = [one for one in context.command.params if getattr(one, "hidden", False)]
+    passed_over = [parameter for parameter in context.command.params if getattr(parameter, "hidden", False)]
     try:
-        for one in passed_over:
-            one.hidden = False  # type: ignore[attr-defined]
+        for option in passed_over:
+            option.hidden = False  # type: ignore[attr-defined]
         columns = shutil.get_terminal_size().columns
         print(
             context.get_help(), textwrap.fill(FIDELITIES, columns, initial_indent=" ", subsequent_indent=" "), sep="\n"
         )
     finally:
-        for one in passed_over:
-            one.hidden = True  # type: ignore[attr-defined]
+        for option in passed_over:
+            option.hidden = True  # type: ignore[attr-defined]
     raise typer.Exit
 
 
@@ -74,16 +74,18 @@ def _unfolded(
 ) -> Command:
     """``command`` with ``options`` in place of its parameter ``name``, which ``make`` makes of them."""
     signature = inspect.signature(command, eval_str=True)
-    taken = [one for own in signature.parameters.values() for one in (options if own.name == name else [own])]
+    taken = [
+        parameter for own in signature.parameters.values() for parameter in (options if own.name == name else [own])
+    ]
 
     @functools.wraps(command)
     def run(**kwargs: Any) -> Any:
-        made = make(**{option.name: kwargs.pop(option.name) for option in options})
-        return command(**kwargs, **{name: made})
+        value = make(**{option.name: kwargs.pop(option.name) for option in options})
+        return command(**kwargs, **{name: value})
 
-    keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in taken]
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in taken]
     run.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in taken}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in taken}
     del run.__wrapped__
     return run
 

@@ -80,13 +80,13 @@ def pictures_from(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """
     from PIL import Image
 
-    found = {name: tensors[name] for name in _COLOURS if name in tensors}
-    for name, tensor in found.items():
+    colours = {name: tensors[name] for name in _COLOURS if name in tensors}
+    for name, tensor in colours.items():
         if str(tensor.dtype) != "torch.uint8" or 0 in tensor.shape or [*tensor.shape[2:]] != _COLOURS[name]:
             raise BadInputError(
                 f"what was saved as the run's {name} is not a picture: {tuple(tensor.shape)}, {tensor.dtype}"
             )
-    return {name: Image.fromarray(tensor.numpy()) for name, tensor in found.items()}
+    return {name: Image.fromarray(tensor.numpy()) for name, tensor in colours.items()}
 
 
 def job_of(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Job, list[Path]]:

@@ -92,14 +92,14 @@ def check_writable(path: Path, size: int) -> None:
 @contextlib.contextmanager
 def _folder_for_now(folder: Path) -> Iterator[None]:
     """``folder`` is there within the block; what was made of it goes again, unless something lies in it by then."""
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     finally:
         with contextlib.suppress(OSError):
-            for made in missing:
-                made.rmdir()
+            for created in missing:
+                created.rmdir()
 
 
 def _reserve(file: Any, size: int) -> None:

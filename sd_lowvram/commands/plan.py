@@ -123,13 +123,15 @@ def plan(
 def _show_policies(as_json: bool) -> None:
     """Print what each policy stands for, and where our knobs are not what the program does."""
     if as_json:
-        listed = {name: {"stands_for": one.stands_for, "deviates": one.deviates} for name, one in POLICIES.items()}
+        listed = {
+            name: {"stands_for": ladder.stands_for, "deviates": ladder.deviates} for name, ladder in POLICIES.items()
+        }
         print(json.dumps(listed, indent=2))
         return
-    for name, one in POLICIES.items():
-        print(f"{name}: {one.stands_for}")
-        if one.deviates != "in nothing":
-            print(f"    deviates: {one.deviates}")
+    for name, policy in POLICIES.items():
+        print(f"{name}: {policy.stands_for}")
+        if policy.deviates != "in nothing":
+            print(f"    deviates: {policy.deviates}")
 
 
 def plan_as_dict(asked: dict[str, Any], settings: Settings, *, shown: bool) -> dict[str, Any]:
@@ -178,8 +180,8 @@ def _plan(asked: dict[str, Any], settings: Settings) -> Answer:
 
     anatomy, request = _request(asked)
     heed_interrupts()
-    made = make_plan(anatomy, request, settings, asked["approximate"])
-    return made.as_dict() | _rates(request), made.alike
+    planned = make_plan(anatomy, request, settings, asked["approximate"])
+    return planned.as_dict() | _rates(request), planned.alike
 
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -187,11 +189,11 @@ def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     from ..planning.search import make_plan
 
     anatomy, request = _request(asked)
-    found = largest_plans(anatomy, request, settings, asked["approximate"])
-    if not any(found.values()):
+    plans = largest_plans(anatomy, request, settings, asked["approximate"])
+    if not any(plans.values()):
         smallest = dataclasses.replace(request, width=64, height=64)
         make_plan(anatomy, smallest, settings, asked["approximate"])  # refuses it, and says what would do
-    return {name: one.as_dict() | _rates(request) if one else None for name, one in found.items()}
+    return {name: planned.as_dict() | _rates(request) if planned else None for name, planned in plans.items()}
 
 
 def _rates(request: Any) -> dict[str, str]:
@@ -212,8 +214,8 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     passes = None if asked["guidance"] else 1
     if not asked["guidance"]:
         anatomy = dataclasses.replace(anatomy, calls=1)
-    given: dict[str, Any] = {name: asked[name] for name in named}
-    given["disk"] = asked.get("disk")
-    if given["disk"] is None and asked["gpu"] is None and asked["model"] is not None and Path(asked["model"]).exists():
-        given["disk"] = disk_rate(Path(asked["model"]))
-    return anatomy, request_by(asked["policy"], anatomy, **given, passes=passes, device=device)
+    values: dict[str, Any] = {name: asked[name] for name in named}
+    values["disk"] = asked.get("disk")
+    if values["disk"] is None and asked["gpu"] is None and asked["model"] is not None and Path(asked["model"]).exists():
+        values["disk"] = disk_rate(Path(asked["model"]))
+    return anatomy, request_by(asked["policy"], anatomy, **values, passes=passes, device=device)

@@ -66,8 +66,8 @@ def resume(
 
         from .generate import print_result
 
-        given = {"model": model, "vram": vram, "ram": ram, "precision": precision}
-        asked = {name: value for name, value in given.items() if value}
+        options = {"model": model, "vram": vram, "ram": ram, "precision": precision}
+        asked = {name: value for name, value in options.items() if value}
         console = Console(stderr=True, quiet=quiet or as_json)
         for file in files:
             print_result(_gone_on(file, {**asked, "allow_pickle": allow_pickle}, keep_latents, console), as_json, quiet)
@@ -97,7 +97,7 @@ def _gone_on(path: Path, asked: dict[str, Any], keep: bool, console: Console) ->
 def _files(target: Path) -> list[Path]:
     if not target.is_dir():
         return [target]
-    found = sorted(target.glob(f"*{ENDING}"))
-    if not found:
+    files = sorted(target.glob(f"*{ENDING}"))
+    if not files:
         raise BadInputError(f"{target} holds no saved latents (*{ENDING})")
-    return found
+    return files

@@ -58,11 +58,11 @@ def check_count(option: str, count: int, most: int, least: int = 1) -> None:
         raise BadInputError(f"{option} {count} must be at least {least} and at most {most}")
 
 
-def check_names(option: str, names: Iterable[str], known: Sequence[str]) -> None:
-    """Raise BadInputError unless each of ``names`` is one of ``known``."""
+def check_names(option: str, names: Iterable[str], served: Sequence[str]) -> None:
+    """Raise BadInputError unless each of ``names`` is one of ``served``."""
     for name in names:
-        if name not in known:
-            raise BadInputError(f"{option} {name!r} is unknown: choose one of {', '.join(known)}")
+        if name not in served:
+            raise BadInputError(f"{option} {name!r} is unknown: choose one of {', '.join(served)}")
 
 
 def check_run(width: int | None, height: int | None, steps: int, batch: int, vram: str | None, ram: str | None) -> None:
@@ -121,15 +121,15 @@ def _check_pixels(file: Any, path: Path, option: str) -> None:
 
 def _bytes_of_pixels(path: Path) -> int:
     """Bytes of a PNG's pixels (IDAT), as they are packed; texts beside them say nothing about its size."""
-    size, found, place = path.stat().st_size, 0, 8
+    size, total, place = path.stat().st_size, 0, 8
     with open(path, "rb") as file:
         while place + 8 <= size:
             file.seek(place)
             length, kind = struct.unpack(">I4s", file.read(8))
             if kind == b"IDAT":
-                found += min(length, size - place - 8)
+                total += min(length, size - place - 8)
             place += length + 12
-    return found
+    return total
 
 
 def open_picture(path: Path, option: str, mode: str = "RGB") -> Image:

@@ -41,8 +41,8 @@ def only_kernel(kernel: str) -> contextlib.AbstractContextManager[Any]:
 def is_compiling() -> Callable[[], bool]:
     """A function that returns True while torch's compiler traces the caller; before 2.2 it must be torch's own."""
     owner = torch.compiler if hasattr(torch.compiler, "is_compiling") else sys.modules.get(COMPILER)
-    known: Callable[[], bool] = getattr(owner, "is_compiling", lambda: False)
-    return known
+    is_compiling: Callable[[], bool] = getattr(owner, "is_compiling", lambda: False)
+    return is_compiling
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -61,9 +61,9 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 def computes_on_cpu(dtype: torch.dtype) -> bool:
     """True if torch multiplies matrices of this type on a CPU; versions before 2.2 do not in fp16."""
     with without_modes():
-        one = torch.ones(1, 1, dtype=dtype)
+        matrix = torch.ones(1, 1, dtype=dtype)
         try:
-            torch.addmm(one[0], one, one)
+            torch.addmm(matrix[0], matrix, matrix)
         except RuntimeError:
             return False
     return True

@@ -76,9 +76,9 @@ def made_fake(meta: Tensor, device: torch.device) -> Any:
 
 def may_use(instructions: str) -> bool:
     """False where the processor is known to lack "avx2" or "amx_tile", whatever kernels torch was told to use."""
-    known = getattr(torch.cpu, f"_is_{instructions}_supported", None)  # torch 2.6
-    if known is not None:
-        return bool(known())
+    supports = getattr(torch.cpu, f"_is_{instructions}_supported", None)  # torch 2.6
+    if supports is not None:
+        return bool(supports())
     capability = torch.backends.cpu.get_cpu_capability()
     return capability == "AVX512" if instructions == "amx_tile" else capability != "DEFAULT"
 
@@ -129,19 +129,19 @@ def followed_by_jit() -> bool:
 def dumped_spec(spec: Any) -> str | None:
     """A tree's structure as text; None: some of it has no name in other processes."""
     try:
-        told: str = treespec_dumps(spec)
-        return told if treespec_loads(told) == spec else None
+        dumped: str = treespec_dumps(spec)
+        return dumped if treespec_loads(dumped) == spec else None
     except (NotImplementedError, TypeError, ValueError, AssertionError):
         return None
 
 
-def loaded_spec(told: str) -> Any:
+def loaded_spec(dumped: str) -> Any:
     """The structure that :func:`dumped_spec` returned.
 
     Raises:
         ValueError: the structure holds an unknown type.
     """
-    return treespec_loads(told)
+    return treespec_loads(dumped)
 
 
 def has_context(index: int) -> bool:

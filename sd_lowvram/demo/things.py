@@ -11,20 +11,20 @@ _FILLERS = frozenset(["a", "an", "the", "of", "on", "in", "and", "with", "pictur
 
 def groups() -> dict[str, list[list[str]]]:
     """Group ("animals") -> the things in it, each with all of its names, the usual one first."""
-    found: dict[str, list[list[str]]] = {}
+    groups: dict[str, list[list[str]]] = {}
     for line in _LIST.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
-            things = found[line[3:]] = []
+            things = groups[line[3:]] = []
         elif not line.startswith("#"):
             things.append([name.strip() for name in line.partition(":")[2].split(",")])
-    return found
+    return groups
 
 
 def unknown_words(prompt: str) -> list[str]:
     """The words of ``prompt`` that stand in no name, each once, in order."""
     names = " ".join(name for things in groups().values() for thing in things for name in thing)
-    known = _FILLERS | set(_words(names))
-    return [word for word in dict.fromkeys(_words(prompt)) if word not in known]
+    words = _FILLERS | set(_words(names))
+    return [word for word in dict.fromkeys(_words(prompt)) if word not in words]
 
 
 def _words(text: str) -> list[str]:

@@ -129,11 +129,11 @@ def _copy(source: Path, parts: tuple[str, ...], new: Path) -> None:
     (new / _MARK).write_text("made by sd-lowvram install, and removed by --uninstall\n", encoding="ascii")
     shutil.copytree(_PACKAGE, new / _PACKAGE.name, ignore=ignore)
     for name in parts:
-        one = source / name
-        if one.is_dir():
-            shutil.copytree(one, new / name, ignore=ignore)
-        elif one.exists():
-            shutil.copy2(one, new / name)
+        path = source / name
+        if path.is_dir():
+            shutil.copytree(path, new / name, ignore=ignore)
+        elif path.exists():
+            shutil.copy2(path, new / name)
 
 
 def _put(new: Path, place: Path, old: Path) -> None:

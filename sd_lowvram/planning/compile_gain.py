@@ -30,9 +30,9 @@ _COMPILED = Settings(compile="regional", channels_last=True)
 
 def measured_compiling(device: torch.device) -> Compiling:
     """Measure the gain of torch.compile on ``device``; takes up to some minutes, most of them in the compiler."""
-    unet, given = _part_of_unet(device)
+    unet, inputs = _part_of_unet(device)
     plain, kinds = copy.deepcopy(unet), kinds_of(anatomy_of(unet))["denoise"]
-    call, warm_ups = functools.partial(_call, given=given), []
+    call, warm_ups = functools.partial(_call, given=inputs), []
     with torch.inference_mode():
         for _ in range(2):
             compiler.forget()
@@ -40,25 +40,25 @@ def measured_compiling(device: torch.device) -> Compiling:
                 start = time.perf_counter()
                 call(unet)
                 warm_ups.append(time.perf_counter() - start)
-                found = compare(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
-    first, again = (max(0.0, warm_up - found["seconds"]) / len(kinds) for warm_up in warm_ups)
-    return Compiling(found["ratio"], first, again)
+                gains = compare(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
+    first, again = (max(0.0, warm_up - gains["seconds"]) / len(kinds) for warm_up in warm_ups)
+    return Compiling(gains["ratio"], first, again)
 
 
 def measured_recording(device: torch.device) -> dict[str, float]:
     """Speed-up of a pass that is replayed as a CUDA graph, by name: launch seconds over replay seconds.
 
     Empty on devices where nothing is recorded."""
-    unet, given = _part_of_unet(device)
+    unet, inputs = _part_of_unet(device)
     if unrecordable(anatomy_of(unet), device) is not None:
         return {}
-    plain, call = copy.deepcopy(unet), functools.partial(_call, given=given)
+    plain, call = copy.deepcopy(unet), functools.partial(_call, given=inputs)
     heard_of: list[str] = []
     with torch.inference_mode(), attached(unet, _RECORDED, device=device), heard(heard_of.append):
         call(unet)  # a pass is recorded when it is repeated
-        found = compare(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
+        comparison = compare(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
     refused = any(sentence.startswith("cuda_graphs: ") for sentence in heard_of)
-    return {} if refused else {RECORDED: found["ratio"]}
+    return {} if refused else {RECORDED: comparison["ratio"]}
 
 
 _Given = tuple[Tensor, Tensor, Tensor]
@@ -81,7 +81,7 @@ def _part_of_unet(device: torch.device) -> tuple[Any, _Given]:
     unet = draw_weights(empty, device).to(dtype_on(device)).requires_grad_(False).eval()
     noise = torch.Generator().manual_seed(0)
     drawn = (torch.randn(shape, generator=noise) for shape in ((2, 4, 32, 32), (2, 77, 768)))
-    latents, text = (one.to(device, dtype_on(device)) for one in drawn)
+    latents, text = (tensor.to(device, dtype_on(device)) for tensor in drawn)
     return unet, (latents, torch.tensor(500, device=device), text)
 
 

@@ -84,7 +84,7 @@ class Pricing:
             base: the knobs that all stages share, with the placement of the weights.
             options: the chosen option of each group of stages.
         """
-        chosen = {(one.name, one.component): one for option in options for one in option.stages}
+        chosen = {(stage.name, stage.component): stage for option in options for stage in option.stages}
         ordered = tuple(chosen[stage.name, stage.component] for stage in self.costs.stages)
         knobs = {name: value for stage in ordered for name, value in stage.choice.items()}
         return Candidate(base.filled(**knobs), ordered, self.request.overhead_bytes, base)
@@ -177,7 +177,9 @@ class Pricing:
     def runs_often(self, planned: StagePlan) -> bool:
         """True if a stage runs in every step."""
         return any(
-            one.repeats for one in self.costs.stages if (one.name, one.component) == (planned.name, planned.component)
+            stage.repeats
+            for stage in self.costs.stages
+            if (stage.name, stage.component) == (planned.name, planned.component)
         )
 
     def fidelity(self, settings: Settings) -> Fidelity:
@@ -259,8 +261,10 @@ class Pricing:
             overflows = products_that_overflow(self.anatomy.components[stage.component]) or (lambda path: False)
             longer = rates.half_flops / rates.float_flops
             spans = (
-                dataclasses.replace(one, flops=int(one.flops * longer), wide_flops=0) if overflows(one.path) else one
-                for one in cost.spans
+                dataclasses.replace(span, flops=int(span.flops * longer), wide_flops=0)
+                if overflows(span.path)
+                else span
+                for span in cost.spans
             )
             self._widened[id(cost)] = cost, dataclasses.replace(cost, spans=tuple(spans))
         return self._widened[id(cost)][1]
@@ -298,17 +302,17 @@ class Pricing:
 
     def _gain(self, stage: Stage, settings: Settings) -> float:
         """Speed-up of a stage by compiled blocks; 1 if nothing is compiled."""
-        known = self.compiling if is_compiled(settings) else None
-        return known.gain if known is not None and self._kinds.get(stage.name) else 1.0
+        compiling = self.compiling if is_compiled(settings) else None
+        return compiling.gain if compiling is not None and self._kinds.get(stage.name) else 1.0
 
     def _warm_up(self, stage: Stage, settings: Settings) -> float:
         """Seconds of compiling, divided by the number of runs that make all pictures."""
-        known = self.compiling if is_compiled(settings) else None
-        kinds = self._kinds.get(stage.name) if known is not None else None
-        if known is None or not kinds:
+        compiling = self.compiling if is_compiled(settings) else None
+        kinds = self._kinds.get(stage.name) if compiling is not None else None
+        if compiling is None or not kinds:
             return 0.0
         share = self.request.batch / max(self.request.pictures, self.request.batch)
-        return known.warm_up(len(kinds), were_compiled(kinds, self.request.device)) * share
+        return compiling.warm_up(len(kinds), were_compiled(kinds, self.request.device)) * share
 
     @functools.cached_property
     def _kinds(self) -> dict[str, frozenset[Any]]:
@@ -337,7 +341,7 @@ class Pricing:
             return 0
         with torch.device("meta"):
             step = self.anatomy.family.step_inputs(self.anatomy, self.request.shape)
-        sizes = [one.numel() * one.element_size() for one in (*step.residuals, *step.features)]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in (*step.residuals, *step.features)]
         return sum(segment(size) - size for size in sizes if size > SMALL)
 
     def _buffers(self, *sizes: int) -> int:
@@ -350,15 +354,15 @@ class Pricing:
             return HostResidentWeights(weights, weights)
         mapped = sum(size for name, (size, _) in self._in_files.items() if self._stays_in_file(name, settings))
         pinnable = None if self._pinnable is None else max(0, self._pinnable - parked)
-        found = host_resident(weights, mapped, self.request.ram - parked, pinnable)
+        resident = host_resident(weights, mapped, self.request.ram - parked, pinnable)
         if self._locks_all:
-            return dataclasses.replace(found, pinned_bytes=None, cached_bytes=None)
-        if found.pinned_bytes is None:
+            return dataclasses.replace(resident, pinned_bytes=None, cached_bytes=None)
+        if resident.pinned_bytes is None:
             share = PINNED_SHARE if self.on_gpu and self.request.rates.name != THIS else 1
             self.ram.holds(math.ceil((weights + parked + RING_BYTES) / share))
         for more in (0, 1):  # budgets above this use give the same plan; if all RAM is used, this one alone does
-            self.ram.holds((found.host_bytes + parked if found.pinned_bytes is None else self.request.ram) + more)
-        return found
+            self.ram.holds((resident.host_bytes + parked if resident.pinned_bytes is None else self.request.ram) + more)
+        return resident
 
     def _stays_in_file(self, name: str, settings: Settings) -> bool:
         """True if a component's mapped weights are used as they are stored in the files."""

@@ -119,15 +119,15 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
     first: tuple[str, Plan] | None = None
     for name, held in ladder(plan.settings, fixed, _of_host(plan, short)):
         try:
-            found = make(request, held)
+            candidate = make(request, held)
         except BudgetError as error:
             refused = error
             continue
-        if _needed(found, short) >= needed:  # in a host that moves weights, other weights are counted
+        if _needed(candidate, short) >= needed:  # in a host that moves weights, other weights are counted
             continue
-        if _holds_less(found, plan, short):
-            return _below(plan, name, found, case, short)
-        first = first or (name, found)
+        if _holds_less(candidate, plan, short):
+            return _below(plan, name, candidate, case, short)
+        first = first or (name, candidate)
     if first is not None:
         return _below(plan, *first, case, short)
     raise BudgetError(
@@ -139,11 +139,11 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
     ) from None
 
 
-def _below(plan: Plan, name: str, found: Plan, case: dict[str, Any], short: Shortage) -> Plan:
-    """``found`` on the step ``name`` below ``plan``; ``case``: where memory ran out."""
-    reason = Reason(Kind.RAN_LEANER, **case, leaner_bytes=_needed(found, short), step=name)
-    found = dataclasses.replace(found, settings=without_closed(found.settings, plan.settings))
-    return found.after((*plan.fallback_steps, FallbackStep(name, reason)))
+def _below(plan: Plan, name: str, candidate: Plan, case: dict[str, Any], short: Shortage) -> Plan:
+    """``candidate`` on the step ``name`` below ``plan``; ``case``: where memory ran out."""
+    reason = Reason(Kind.RAN_LEANER, **case, leaner_bytes=_needed(candidate, short), step=name)
+    candidate = dataclasses.replace(candidate, settings=without_closed(candidate.settings, plan.settings))
+    return candidate.after((*plan.fallback_steps, FallbackStep(name, reason)))
 
 
 def _of_host(plan: Plan, short: Shortage) -> bool:
@@ -189,13 +189,13 @@ def _needed(plan: Plan, short: Shortage) -> int:
     return plan.predicted.reserved_bytes + plan.predicted.overhead_bytes - below
 
 
-def _holds_less(found: Plan, plan: Plan, short: Shortage) -> bool:
-    """Return True if ``found`` needs less than ``plan``.
+def _holds_less(candidate: Plan, plan: Plan, short: Shortage) -> bool:
+    """Return True if ``candidate`` needs less than ``plan``.
 
     On a CPU, host and device are one memory: prefer plans that lower the sum."""
     if plan.request.device.type != "cpu":
         return True
-    return max(_of_stages(found, short, "held_bytes")) < max(_of_stages(plan, short, "held_bytes"))
+    return max(_of_stages(candidate, short, "held_bytes")) < max(_of_stages(plan, short, "held_bytes"))
 
 
 def _of_stages(plan: Plan, short: Shortage, name: str) -> list[int]:

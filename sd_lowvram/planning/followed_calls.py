@@ -15,12 +15,12 @@ from ..weights import needs_graph
 
 def told_of_autograd(anatomy: Anatomy) -> Iterator[Patch]:
     """Yield patches that warn at the first call of a component under autograd."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for name, component in anatomy.components.items():
 
         def call(component: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not told and not tracing() and needs_graph(component, args, kwargs):
-                told.add("once")
+            if not reported and not tracing() and needs_graph(component, args, kwargs):
+                reported.add("once")
                 warnings.warn(
                     f"{type(component).__name__} is called with gradients on: for the backward autograd keeps maps of "
                     "its layers, which the plan does not count, so the call may take more than the budget. Where no "

@@ -74,16 +74,16 @@ def _largest(searched: Callable[[int, int], PlanSearch], width: int, height: int
         searched: the search for a size.
         area: of a picture that may be near it.
     """
-    known: dict[int, PlanSearch] = {}
+    searches: dict[int, PlanSearch] = {}
 
     def pressure(steps: int) -> float:
-        known[steps] = searched(steps * width, steps * height)
-        return _pressure(known[steps])
+        searches[steps] = searched(steps * width, steps * height)
+        return _pressure(searches[steps])
 
     steps = largest(pressure, 1, round(math.sqrt(area / (width * height))), MOST // max(width, height))
     for number in range(steps, 0, -1):
         with contextlib.suppress(BudgetError):  # a whole trace may find more than the sum predicted
-            return best_plan(known.get(number) or searched(number * width, number * height))
+            return best_plan(searches.get(number) or searched(number * width, number * height))
     return None
 
 

@@ -86,11 +86,11 @@ def overrun(plan: Any, run: MeasuredRun) -> str | None:
         run: what was measured.
     """
     on_cpu = plan.request.device.type == "cpu"
-    planned = {(one.name, one.component): one.held_bytes if on_cpu else one.peak_bytes for one in plan.stages}
-    known = [stage for stage in run.stages if (stage.name, stage.component) in planned]
-    if not known:
+    planned = {(stage.name, stage.component): stage.held_bytes if on_cpu else stage.peak_bytes for stage in plan.stages}
+    planned_stages = [stage for stage in run.stages if (stage.name, stage.component) in planned]
+    if not planned_stages:
         return None
-    worst = max(known, key=lambda stage: stage.peak_bytes - planned[stage.name, stage.component])
+    worst = max(planned_stages, key=lambda stage: stage.peak_bytes - planned[stage.name, stage.component])
     expected = planned[worst.name, worst.component]
     beyond = worst.peak_bytes - expected
     if beyond <= max(expected // 100, 8 * MIB):

@@ -41,8 +41,8 @@ class Group:
     def goes_with(self, choice: Choice, base: Settings) -> bool:
         """True if ``choice`` is compatible with the knobs of the whole run."""
         settings = base.filled(**choice)
-        taken = [one for one in self.offers if one.knobs.items() <= choice.items()]
-        return conflict(settings) is None and all(one.goes_with(settings) for one in taken)
+        taken = [offer for offer in self.offers if offer.knobs.items() <= choice.items()]
+        return conflict(settings) is None and all(offer.goes_with(settings) for offer in taken)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +70,14 @@ def weight_ways(offers: Iterable[Offer], fixed: Settings) -> list[WeightPlacemen
     for offer in select_kind(offers, OfferKind.WEIGHTS):
         if all(value is None or getattr(fixed, name) in (None, value) for name, value in offer.knobs.items()):
             by_knob.setdefault(next(iter(offer.knobs)), []).append(offer)
-    found: dict[tuple[Any, ...], WeightPlacement] = {}
+    placements: dict[tuple[Any, ...], WeightPlacement] = {}
     for taken in itertools.product(*by_knob.values()):
         knobs = {name: value for offer in taken for name, value in left_open(offer.knobs, fixed).items()}
         mib_knob = "".join(offer.mib_knob for offer in taken)
-        found.setdefault(tuple(knobs.items()), WeightPlacement(knobs, mib_knob, any(offer.least for offer in taken)))
-    return list(found.values())
+        placements.setdefault(
+            tuple(knobs.items()), WeightPlacement(knobs, mib_knob, any(offer.least for offer in taken))
+        )
+    return list(placements.values())
 
 
 def groups(stages: Iterable[Stage], fixed: Settings, offers: Sequence[Offer]) -> list[Group]:
@@ -92,11 +94,11 @@ def groups(stages: Iterable[Stage], fixed: Settings, offers: Sequence[Offer]) ->
     shared: list[tuple[list[Stage], list[Offer]]] = []
     for stage in stages:
         mine = [offer for offer in offers if stage.name in offer.stages]
-        known = next((group for group, its in shared if its and its == mine), None)
-        if known is None:
+        group = next((group for group, its in shared if its and its == mine), None)
+        if group is None:
             shared.append(([stage], mine))
         else:
-            known.append(stage)
+            group.append(stage)
     return [_group(tuple(members), fixed, mine) for members, mine in shared]
 
 
@@ -119,19 +121,19 @@ def _group(stages: tuple[Stage, ...], fixed: Settings, offers: list[Offer]) -> G
 def ladder(offers: Iterable[Offer]) -> dict[int, Choice]:
     """Accumulate the combined offers up to each level; of several offers for a knob the last counts."""
     climbing = sorted(select_kind(offers, OfferKind.LADDER), key=lambda offer: offer.level)
-    found: dict[int, Choice] = {}
+    levels: dict[int, Choice] = {}
     choice: Choice = {}
     for offer in climbing:
         choice = {**choice, **offer.knobs}
-        found[offer.level] = choice
-    return found
+        levels[offer.level] = choice
+    return levels
 
 
 def _open(tiers: list[list[Choice]], fixed: Settings) -> list[list[Choice]]:
     """Ways that ``fixed`` allows, each once."""
-    found: list[list[Choice]] = []
+    open_choices: list[list[Choice]] = []
     for tier in tiers:
-        known = [choice for one in found for choice in one]
+        chosen = [choice for option in open_choices for choice in option]
         left = [left_open(choice, fixed) for choice in tier]
-        found.append([one for number, one in enumerate(left) if one not in [*known, *left[:number]]])
-    return [tier for tier in found if tier]
+        open_choices.append([choice for number, choice in enumerate(left) if choice not in [*chosen, *left[:number]]])
+    return [tier for tier in open_choices if tier]

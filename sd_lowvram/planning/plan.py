@@ -211,14 +211,14 @@ class Plan:
 
     def after(self, fallback_steps: tuple[FallbackStep, ...]) -> Plan:
         """Return this plan with ``fallback_steps`` added to its own."""
-        told = (step.told for step in fallback_steps)
+        sentences = (step.told for step in fallback_steps)
         return dataclasses.replace(
-            self, fallback_steps=(*self.fallback_steps, *fallback_steps), reasons=(*self.reasons, *told)
+            self, fallback_steps=(*self.fallback_steps, *fallback_steps), reasons=(*self.reasons, *sentences)
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the keys are those of the command line's ``plan --json``."""
-        plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del plain["timing"], plain["alike"]
         request = {**dataclasses.asdict(self.request), "device": str(self.request.device)}
         request["guidance"] = self.request.passes * self.request.calls > 1

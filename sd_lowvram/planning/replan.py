@@ -91,25 +91,25 @@ class _SizeWatch:
     planned_conditions: object
 
     def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = self.latents_in_call(self.component, args, kwargs)
-        again = found is not None and getattr(_replanning, "call", None) is found.latents
-        if found is None or isinstance(found.latents, FakeTensor) or again:  # not planned twice
+        latents = self.latents_in_call(self.component, args, kwargs)
+        again = latents is not None and getattr(_replanning, "call", None) is latents.latents
+        if latents is None or isinstance(latents.latents, FakeTensor) or again:  # not planned twice
             return original(*args, **kwargs)
         request = self.request
         rows = request.shape.rows if self.denoises else request.batch
         planned = self._frames(request.frames)
         pixels, frames = rows * self.pictures * request.width * request.height, request.frames
-        if found.frames > planned or found.rows * found.area * found.frames * self.scale**2 > pixels * planned:
+        if latents.frames > planned or latents.rows * latents.area * latents.frames * self.scale**2 > pixels * planned:
             batch, passes = (
-                _rows_of_the_denoiser(found.rows, request) if self.denoises else (found.rows, request.passes)
+                _rows_of_the_denoiser(latents.rows, request) if self.denoises else (latents.rows, request.passes)
             )
-            width, height = self._size(found)
-            frames = frames if found.frames <= planned else self._latent_frames(found.frames)
+            width, height = self._size(latents)
+            frames = frames if latents.frames <= planned else self._latent_frames(latents.frames)
         elif self.conditions(self.component) is not self.planned_conditions:
             width, height, batch, passes = request.width, request.height, request.batch, request.passes
         else:
             return original(*args, **kwargs)
-        before, _replanning.call = getattr(_replanning, "call", None), found.latents
+        before, _replanning.call = getattr(_replanning, "call", None), latents.latents
         try:
             self.replan(width, height, batch, passes, frames)
             return getattr(self.component, self.entry)(*args, **kwargs)
@@ -123,10 +123,10 @@ class _SizeWatch:
     def _latent_frames(self, frames: int) -> int:
         return 1 + -(-(frames - 1) // FRAMES) if self.entry == "encode" else frames
 
-    def _size(self, found: LatentsInCall) -> tuple[int, int]:
+    def _size(self, latents: LatentsInCall) -> tuple[int, int]:
         """Width and height of a picture of no less than what came."""
-        height, width = found.size()
-        return width * self.scale, max(height, -(-found.area // (width * self.pictures))) * self.scale
+        height, width = latents.size()
+        return width * self.scale, max(height, -(-latents.area // (width * self.pictures))) * self.scale
 
 
 def _rows_of_the_denoiser(rows: int, request: Request) -> tuple[int, int]:

@@ -181,8 +181,8 @@ class PlanSearch:
 
     def _late(self, offer: Offer, best: Candidate) -> Iterator[Candidate]:
         """Yield ``best`` with a late offer, if a run that does not fit would be much faster than ``best``."""
-        known = [*self._rejected, *self._beyond_as_whole]
-        if any(run.seconds < _WORTH_MORE_TRACES * best.seconds for run in known):
+        rejected = [*self._rejected, *self._beyond_as_whole]
+        if any(run.seconds < _WORTH_MORE_TRACES * best.seconds for run in rejected):
             yield from filter(None, [self._instead(offer, best)])
 
     def _instead(self, offer: Offer, run: Candidate) -> Candidate | None:
@@ -195,7 +195,7 @@ class PlanSearch:
         mine = [(group, {**choice, **offer.knobs} if offer in group.offers else choice) for group, choice in chosen]
         if mine == chosen or not all(group.goes_with(choice, run.base) for group, choice in mine):
             return None
-        return self.pricing.whole(run.base, [self._option(run.base, *one) for one in mine])
+        return self.pricing.whole(run.base, [self._option(run.base, *place) for place in mine])
 
     def _runs(self, base: Settings) -> Iterator[Candidate]:
         """Yield runs with the weights placed as ``base`` says, each faster than the next, up to the first that fits.
@@ -253,26 +253,26 @@ class PlanSearch:
 
         Such a stage may recompute maps; its price as a sum is then too low.
         """
-        near = (one for one in run.stages if one.reserved_bytes >= _NEARLY * run.worst.reserved_bytes)
+        near = (stage for stage in run.stages if stage.reserved_bytes >= _NEARLY * run.worst.reserved_bytes)
         return not all(map(self.pricing.runs_often, near))
 
     def leanest(self) -> Candidate | None:
         """Return the run with the least host memory among those that fit the device when traced whole; None if none
         fits.
         """
-        least_rooms = {self._ways[one]: one for one in reversed(self._placements)}
+        least_rooms = {self._ways[placement]: placement for placement in reversed(self._placements)}
         for bases in (least_rooms.values(), self._fewest):
             run = self._settled(functools.partial(self._least, bases, "host_bytes", self._held))
             if run is not None:
                 return run
         return None
 
-    def _settled(self, found: Callable[[], Candidate | None]) -> Candidate | None:
+    def _settled(self, find: Callable[[], Candidate | None]) -> Candidate | None:
         """Trace the result of a search whole and search again, until the result stays the same."""
-        run, priced = found(), None
+        run, priced = find(), None
         while run is not None and run != priced:
             self.pricing.confirmed(run)
-            run, priced = found(), run
+            run, priced = find(), run
         return run
 
     def too_large(self) -> BudgetError:
@@ -295,8 +295,12 @@ class PlanSearch:
                 [self._option(base, group, choice) for choice in ways(group) if group.goes_with(choice, base)]
                 for group in self._groups
             )
-            found = [list(filter(allowed, each)) for each in options]
-            runs += [self.pricing.whole(base, [min(each, key=size) for each in found])] if all(found) else []
+            allowed_options = [list(filter(allowed, each)) for each in options]
+            runs += (
+                [self.pricing.whole(base, [min(each, key=size) for each in allowed_options])]
+                if all(allowed_options)
+                else []
+            )
         return min(runs, key=size, default=None)
 
     # Placements and options
@@ -318,7 +322,7 @@ class PlanSearch:
 
         A way that the model's weights do not allow is skipped. Its error is raised only if no other way is left.
         """
-        found: dict[Settings, WeightPlacement] = {}
+        placements: dict[Settings, WeightPlacement] = {}
         refused: LowVRAMError | None = None
         for way in weight_ways(self._offers, self._fixed):
             base = self.base.filled(**way.knobs)
@@ -327,21 +331,21 @@ class PlanSearch:
             try:
                 for name in self.pricing.anatomy.components:
                     self.pricing.costs.weights(name, base)
-                found |= dict.fromkeys(self._with_sizes(base, way.mib_knob), way)
+                placements |= dict.fromkeys(self._with_sizes(base, way.mib_knob), way)
             except PlanningError:
                 raise
             except LowVRAMError as error:
                 refused = refused or error
-        if refused is not None and not found:
+        if refused is not None and not placements:
             raise refused
-        return found
+        return placements
 
     @functools.cached_property
     def _variants(self) -> list[Settings]:
         """The placements again, each combined with every offer for whole runs."""
         wholes = select_kind(self._offers, OfferKind.WHOLE)
-        found = (self._with_whole(offer, base) for offer in wholes for base in self._ways)
-        return list(dict.fromkeys(base for base in found if base is not None))
+        bases = (self._with_whole(offer, base) for offer in wholes for base in self._ways)
+        return list(dict.fromkeys(base for base in bases if base is not None))
 
     def _with_whole(self, offer: Offer, base: Settings) -> Settings | None:
         """Combine a placement with an offer for whole runs; return None if they exclude each other."""
@@ -388,7 +392,11 @@ class PlanSearch:
         """Yield the stages of ``best``, each with the reason why it is not faster."""
         priced = self.pricing.priced(best.base)
         for stage in best.stages:
-            others = [one for one in priced if (one.name, one.component) == (stage.name, stage.component)]
+            others = [
+                other_stage
+                for other_stage in priced
+                if (other_stage.name, other_stage.component) == (stage.name, stage.component)
+            ]
             yield dataclasses.replace(stage, why=why_not(stage, others, self.request, self.largest))
 
     def unknown(self, best: Candidate) -> Iterator[Reason]:
@@ -406,7 +414,7 @@ class PlanSearch:
 def _choice(run: Candidate, group: Group) -> Choice:
     """The choice of ``run`` for the stages of ``group``."""
     first = group.stages[0]
-    return next(one.choice for one in run.stages if (one.name, one.component) == (first.name, first.component))
+    return next(stage.choice for stage in run.stages if (stage.name, stage.component) == (first.name, first.component))
 
 
 _WORTH_A_TRACE = 0.995

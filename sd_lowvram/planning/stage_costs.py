@@ -190,8 +190,8 @@ class StageCosts:
         if self._quantised is None:
             parts = self._anatomy.components
             with pause_models(parts.values()):
-                found = (name for name in parts if quantised_layers(self._anatomy, name, as_loaded=True))
-                self._quantised = frozenset(found)
+                quantised = (name for name in parts if quantised_layers(self._anatomy, name, as_loaded=True))
+                self._quantised = frozenset(quantised)
         return self._quantised
 
     def __call__(
@@ -213,16 +213,16 @@ class StageCosts:
         workspaces = dataclasses.replace(self._overhead, context_bytes=0)
         called = self._called_with[stage.name, stage.component]
         facts = settings, called, timing, tuple(allocator_settings()), workspaces, self._bf16
-        found: list[Figures] = []
+        figures: list[Figures] = []
 
         def traced() -> Figures:
             traced = self.trace(stage, settings, timing, most_copied=most_copied)
-            figures = {one.name: getattr(traced, one.name) for one in dataclasses.fields(Figures)}
+            figures = {field.name: getattr(traced, field.name) for field in dataclasses.fields(Figures)}
             return Figures(**figures | ({} if stage.repeats and settings.offload is None else {"spans": ()}))
 
         def tried() -> Tried:
             try:
-                found.append(traced())
+                figures.append(traced())
             except TooManyCopiesError:
                 return Tried(ended=True)
             return Tried(ended=False)
@@ -230,7 +230,7 @@ class StageCosts:
         def count() -> Figures:
             if most_copied < math.inf and self._once(Tried, stage.component, (facts, most_copied), tried).ended:
                 raise TooManyCopiesError("more is copied than was asked about")
-            return found[0] if found else traced()
+            return figures[0] if figures else traced()
 
         return self._once(_figures, stage.component, facts, count)
 
@@ -263,7 +263,7 @@ class StageCosts:
 
         def count() -> Step:
             fake = self._fake.anatomy
-            group = next(one for one in step_groups(fake, fake.components) if stage.component in one)
+            group = next(group for group in step_groups(fake, fake.components) if stage.component in group)
             with contextlib.ExitStack() as stack:
                 for name in group:
                     stack.enter_context(self._fake.running(name, resident))
@@ -309,7 +309,7 @@ class StageCosts:
         settings = _as_traced(settings.of_stage(stage.name))
         key = stage.name, stage.component
         with self._named(stage.component):
-            fake = next(one for one in self._stages_of(self._fake.anatomy) if (one.name, one.component) == key)
+            fake = next(stage for stage in self._stages_of(self._fake.anatomy) if (stage.name, stage.component) == key)
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         equals = {} if whole or settings.offload else self._fake.equals(stage.component)
         running = self._fake.running(stage.component, settings, timing)
@@ -335,24 +335,24 @@ class StageCosts:
                 raise
             shape, kind = self._shape, type(self._anatomy.components[name]).__name__
             what = f"{name} ({kind}) cannot be planned for {shape.width}x{shape.height}, batch {shape.batch}"
-            told = " ".join(f"{type(error).__name__}: {error}".split())
+            message = " ".join(f"{type(error).__name__}: {error}".split())
             advice = "take off the hooks of other tools, or load the model again"
-            raise PlanningError(f"{what}, as it raises {told}: {advice}") from error
+            raise PlanningError(f"{what}, as it raises {message}: {advice}") from error
 
     @functools.cached_property
     def _called_with(self) -> dict[tuple[str, str], Any]:
         """Facts that a cost depends on in addition to the settings, by stage and component.
 
         They are shapes and types of the inputs, and the attention processors that the target sets for a run."""
-        found = {}
+        calls = {}
         for stage in self.stages:
             with torch.device("meta"):
                 leaves = tree_flatten(stage.inputs())[0]
-            given = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+            shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
             processors = self._anatomy.processors if stage.component == self._anatomy.denoiser else {}
-            kinds = tuple((path, type(one).__qualname__) for path, one in processors.items())
-            found[stage.name, stage.component] = stage.name, given, kinds
-        return found
+            kinds = tuple((path, type(processor).__qualname__) for path, processor in processors.items())
+            calls[stage.name, stage.component] = stage.name, shapes, kinds
+        return calls
 
     def _once(self, kind: Callable[..., _Kind], component: str, facts: Any, count: Callable[[], _Kind]) -> _Kind:
         """Result of ``count``, cached in memory and on disk.
@@ -365,14 +365,16 @@ class StageCosts:
         key: tuple[Any, ...] = kind.__name__, component, facts, *processor
         if key not in self._known:
             place = place_of("traces", lambda: (*key, self._fake.fingerprint(component), self._device.type))
-            found: _Kind | None = None
+            stored: _Kind | None = None
             with contextlib.suppress(TypeError):  # nothing is stored, or a result of another class
-                found = kind(**remembered(place))
-            if found is None:  # outside the except block, or a broken model's own error would appear as its consequence
+                stored = kind(**remembered(place))
+            if (
+                stored is None
+            ):  # outside the except block, or a broken model's own error would appear as its consequence
                 with self._named(component):
-                    found = count()
-                remember(place, found)
-            self._known[key] = found
+                    stored = count()
+                remember(place, stored)
+            self._known[key] = stored
         result: _Kind = self._known[key]
         return result
 

@@ -27,21 +27,21 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
     Returns:
         The stages: text encoders, encode, denoise, decode, as far as the target has them.
     """
-    found = anatomy.family.helper_stages(anatomy, shape)
+    helpers = anatomy.family.helper_stages(anatomy, shape)
     if anatomy.denoiser is not None and anatomy.family.known:
         step = functools.partial(denoise_step, predict=anatomy.family.predict)
-        found.append(Stage("denoise", anatomy.denoiser, step, functools.partial(_of_step, anatomy, shape), True))
+        helpers.append(Stage("denoise", anatomy.denoiser, step, functools.partial(_of_step, anatomy, shape), True))
     name = anatomy.autoencoder
     if name is not None:
         latents, pixels = latent_shape(anatomy, shape), pixel_shape(anatomy, shape)
         decode = functools.partial(_decoded, anatomy.family.decode)
-        found.append(Stage("decode", name, decode, functools.partial(_of_decode, anatomy, shape, latents)))
+        helpers.append(Stage("decode", name, decode, functools.partial(_of_decode, anatomy, shape, latents)))
     if not anatomy.family.known:
-        found += [_unknown(anatomy, name) for name in anatomy.components if name != anatomy.autoencoder]
-    found.sort(key=lambda stage: list(anatomy.components).index(stage.component))
+        helpers += [_unknown(anatomy, name) for name in anatomy.components if name != anatomy.autoencoder]
+    helpers.sort(key=lambda stage: list(anatomy.components).index(stage.component))
     if name is not None and encodes:
-        found.insert(0, Stage("encode", name, anatomy.family.encode, _of_one(anatomy, name, pixels)))
-    return found
+        helpers.insert(0, Stage("encode", name, anatomy.family.encode, _of_one(anatomy, name, pixels)))
+    return helpers
 
 
 def _unknown(anatomy: Anatomy, name: str) -> Stage:

@@ -43,10 +43,10 @@ def timelines_of(target: Any, plan: Plan) -> tuple[StageTimeline, ...]:
     planned = {(stage.name, stage.component): stage for stage in plan.stages}
     timelines = []
     for stage in pricing.costs.stages:
-        known = planned.get((stage.name, stage.component))
-        if known is not None and known.activation_bytes:
+        planned_stage = planned.get((stage.name, stage.component))
+        if planned_stage is not None and planned_stage.activation_bytes:
             traced = pricing.costs.trace(stage, pricing.as_traced(stage, plan.settings), whole=True)
-            timelines.append(_timeline(known, traced))
+            timelines.append(_timeline(planned_stage, traced))
     return tuple(timelines)
 
 

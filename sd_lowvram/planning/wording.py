@@ -201,14 +201,14 @@ def _ran_leaner(where: str, of_host: bool, device: str, needed_bytes: int, leane
 def _host_decides(
     host: str, free_bytes: int, model_bytes: int, keeps: str, needed_bytes: int, over_budget: bool
 ) -> str:
-    kept = {
+    does = {
         "all": f"keeps all {format_size(model_bytes)} of the model",
         "one part": "keeps one part of the model at a time",
         "some layers": "keeps some layers and loads the rest when they are needed",
     }
     over = ", more than this budget" if over_budget else ""
     return (
-        f"{host} itself decides what stays in VRAM: with {format_size(free_bytes)} free it {kept[keeps]}, and this "
+        f"{host} itself decides what stays in VRAM: with {format_size(free_bytes)} free it {does[keeps]}, and this "
         f"needs {format_size(needed_bytes)}{over}"
     )
 

@@ -67,19 +67,19 @@ def memory_png(plan: Any, measured: Any = None, timelines: Sequence[Any] = ()) -
 
 def _bands(plan: Any, measured: Any, timelines: Sequence[Any]) -> list[list[_Piece]]:
     """Runs of stages in their order, neighbours of one name together."""
-    known = {(timeline.name, timeline.component): timeline for timeline in timelines}
+    by_stage = {(timeline.name, timeline.component): timeline for timeline in timelines}
     planned = {(stage.name, stage.component): stage for stage in plan.stages}
     if measured is None:
-        pieces = [_Piece(stage, known.get(key), None) for key, stage in planned.items()]
+        pieces = [_Piece(stage, by_stage.get(key), None) for key, stage in planned.items()]
     else:
         seen = [((stage.name, stage.component), stage) for stage in measured.stages]
-        pieces = [_Piece(planned[key], known.get(key), stage) for key, stage in seen if key in planned]
+        pieces = [_Piece(planned[key], by_stage.get(key), stage) for key, stage in seen if key in planned]
     return [list(group) for _, group in itertools.groupby(pieces, key=lambda piece: piece.plan.name)]
 
 
 def _widths(bands: list[list[_Piece]]) -> list[float]:
     seconds = [sum(piece.seconds for piece in band) for band in bands]
-    shares = [max(_NARROWEST, one / (sum(seconds) or 1.0)) for one in seconds]
+    shares = [max(_NARROWEST, share / (sum(seconds) or 1.0)) for share in seconds]
     return [share / sum(shares) for share in shares]
 
 
@@ -92,7 +92,7 @@ def _draw_band(axes: Any, band: list[_Piece], left: float, width: float, both: b
         xs = [left + share * place / len(device) for place in range(len(device) + 1)]
         weights = min(piece.plan.weights_bytes, piece.plan.peak_bytes)
         resident = [min(weights, value) for value in device]
-        held = [one + other for one, other in zip(device, host, strict=True)] if both else device
+        held = [level + other for level, other in zip(device, host, strict=True)] if both else device
         ground = [0] * len(device)
         for low, high, colour in (
             (ground, resident, WEIGHTS),

@@ -87,9 +87,9 @@ def fitted(vae: Any) -> Colours:
             latents = (latents if moments is None else moments.float()(latents)).chunk(2, dim=1)[0]
             encoded.append(_with_one(latents).flatten(0, 2))
             squares.append(torch.nn.functional.adaptive_avg_pool2d(picture, latents.shape[2:])[0].flatten(1).T)
-        known, wanted = torch.cat(encoded).double(), torch.cat(squares).double()
-        rows = torch.linalg.lstsq(known, wanted).solution
-        missed = (wanted - known @ rows).var(dim=0).sum() / wanted.var(dim=0).sum()
+        inputs, wanted = torch.cat(encoded).double(), torch.cat(squares).double()
+        rows = torch.linalg.lstsq(inputs, wanted).solution
+        missed = (wanted - inputs @ rows).var(dim=0).sum() / wanted.var(dim=0).sum()
     return Colours(tuple(tuple(row) for row in rows.tolist()), 1 - float(missed))
 
 

@@ -48,11 +48,11 @@ def _step(
 
 def without_noise(scheduler: Any, output: Tensor, timestep: Any, sample: Tensor) -> Tensor:
     """Latents (N, C, H, W) that ``output``, the denoiser's for ``sample`` at ``timestep``, heads for."""
-    kept = getattr(scheduler, "alphas_cumprod", None)
-    if kept is None:
+    cumulative = getattr(scheduler, "alphas_cumprod", None)
+    if cumulative is None:
         return sample
     noisy: Tensor = scheduler.scale_model_input(sample, timestep)
-    signal: Tensor = kept[int(timestep)].to(sample.device).sqrt()
+    signal: Tensor = cumulative[int(timestep)].to(sample.device).sqrt()
     noise = (1 - signal**2).sqrt()
     kind = scheduler.config.prediction_type
     if kind == "sample":

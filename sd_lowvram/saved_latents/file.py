@@ -92,10 +92,10 @@ def _check_length(path: Path) -> None:
             raise BadInputError(f"{path} holds no latents of sd-lowvram: its header is longer than any of them")
 
 
-def _digest(path: Path, header_bytes: int, told: str) -> str:
-    """The checksum of the file without its own checksum, ``told``."""
+def _digest(path: Path, header_bytes: int, digest: str) -> str:
+    """The checksum of the file without its own checksum, ``digest``."""
     with open(path, "rb") as file:
-        hashed = hashlib.sha256(file.read(header_bytes).replace(_field(told), _field(_NO_DIGEST), 1))
+        hashed = hashlib.sha256(file.read(header_bytes).replace(_field(digest), _field(_NO_DIGEST), 1))
         while piece := file.read(_PIECE):
             hashed.update(piece)
     return hashed.hexdigest()

@@ -80,11 +80,11 @@ def hosted_of(path: Path, saved: Saved) -> Hosted:
     return Hosted(host, latents, autoencoder, texts or [{}] * len(latents))
 
 
-def _are_texts(given: Any, count: int) -> bool:
-    """True if ``given`` holds texts by name, for each of ``count`` pictures or for none."""
+def _are_texts(texts: Any, count: int) -> bool:
+    """True if ``texts`` holds texts by name, for each of ``count`` pictures or for none."""
     return (
-        isinstance(given, list)
-        and len(given) in (0, count)
-        and all(isinstance(one, dict) and one.keys() <= _TEXTS for one in given)
-        and all(isinstance(text, str) for one in given for text in one.values())
+        isinstance(texts, list)
+        and len(texts) in (0, count)
+        and all(isinstance(text, dict) and text.keys() <= _TEXTS for text in texts)
+        and all(isinstance(text, str) for entry in texts for text in entry.values())
     )

@@ -141,8 +141,13 @@ class Keeper:
         latents = pack(moment.latents, "latents", tensors)
         tensors |= {f"generator.{number}": state for number, state in enumerate(moment.generators)}
         state = {name: pack(value, _STATE + name, tensors) for name, value in moment.scheduler.items()}
-        kept = {"class": type(scheduler).__name__, "config": configuration(scheduler), "state": state}
-        about = {"step": moment.step, "steps": self._pipe.num_timesteps, "latents": latents, "scheduler": kept}
+        scheduler_state = {"class": type(scheduler).__name__, "config": configuration(scheduler), "state": state}
+        about = {
+            "step": moment.step,
+            "steps": self._pipe.num_timesteps,
+            "latents": latents,
+            "scheduler": scheduler_state,
+        }
         return Saved({**self._safety.about(), **about}, tensors)
 
     def _restored(self, start: Saved, latents: torch.Tensor) -> torch.Tensor:
@@ -151,16 +156,18 @@ class Keeper:
         Raises:
             BadInputError: ``start`` belongs to another run.
         """
-        path, scheduler, kept = self._safety.path, self._pipe.scheduler, start.about.get("scheduler")
-        if not isinstance(kept, dict) or not isinstance(kept.get("state"), dict):
+        path, scheduler, stored = self._safety.path, self._pipe.scheduler, start.about.get("scheduler")
+        if not isinstance(stored, dict) or not isinstance(stored.get("state"), dict):
             raise BadInputError(f"{path} lacks the state of its scheduler")
-        if (kept.get("class"), kept.get("config")) != (type(scheduler).__name__, configuration(scheduler)):
-            raise BadInputError(f"{path} is of a run by {kept.get('class')}, and the model's scheduler is another now")
+        if (stored.get("class"), stored.get("config")) != (type(scheduler).__name__, configuration(scheduler)):
+            raise BadInputError(
+                f"{path} is of a run by {stored.get('class')}, and the model's scheduler is another now"
+            )
         try:
             tensors = _retyped(start.tensors, latents) if self._safety.retyped else start.tensors
             saved: torch.Tensor = unpack(start.about["latents"], tensors, latents.device)
             states = [tensors[f"generator.{number}"] for number in range(len(self._generators))]
-            state = {name: unpack(tree, tensors, latents.device) for name, tree in kept["state"].items()}
+            state = {name: unpack(tree, tensors, latents.device) for name, tree in stored["state"].items()}
             if (saved.shape, saved.dtype) != (latents.shape, latents.dtype):
                 raise ValueError("latents of another size or type")
             if any(hasattr(type(scheduler), name) for name in state):
@@ -176,8 +183,8 @@ class Keeper:
 def _retyped(tensors: dict[str, torch.Tensor], latents: torch.Tensor) -> dict[str, torch.Tensor]:
     """``tensors`` with those that are like ``latents`` in its type: what a scheduler remembers of steps among them."""
     return {
-        name: one.to(latents.dtype) if one.is_floating_point() and one.shape == latents.shape else one
-        for name, one in tensors.items()
+        name: tensor.to(latents.dtype) if tensor.is_floating_point() and tensor.shape == latents.shape else tensor
+        for name, tensor in tensors.items()
     }
 
 
@@ -187,11 +194,13 @@ def not_finite(step: int, steps: int, saved: Path | None = None) -> NotFiniteErr
     Args:
         saved: the file with the latents of the step before.
     """
-    told = f"step {step} of {steps} computed values beyond the model's number type (NaN or infinity)"
+    message = f"step {step} of {steps} computed values beyond the model's number type (NaN or infinity)"
     if saved is None:
-        return NotFiniteError(f"{told}. Load the model in a wider type: --precision fp32 or bf16")
+        return NotFiniteError(f"{message}. Load the model in a wider type: --precision fp32 or bf16")
     resume = f"sd-lowvram resume {shlex.quote(str(saved))} --precision fp32"
-    return NotFiniteError(f"{told}; the latents of step {step - 1} are in {saved}: {resume} continues in a wider type")
+    return NotFiniteError(
+        f"{message}; the latents of step {step - 1} are in {saved}: {resume} continues in a wider type"
+    )
 
 
 @contextlib.contextmanager

@@ -57,8 +57,8 @@ def resumable(pipe: Any, path: str | os.PathLike[str], *, every: str = "1min") -
 
 def _called(pipe: Any, path: Path, interval: Interval, *args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(pipe.__call__).bind(*args, **kwargs)
-    given = arguments.arguments.get("generator")
-    if not given:
+    generator = arguments.arguments.get("generator")
+    if not generator:
         raise BadInputError(
             "a call that can be resumed needs a generator: give generator=torch.Generator().manual_seed(1), with a "
             "seed of yours"
@@ -66,7 +66,7 @@ def _called(pipe: Any, path: Path, interval: Interval, *args: Any, **kwargs: Any
     start = read_saved(path) if path.exists() else None
     call = digests_of_pipeline(pipe) | digests_of_arguments(arguments)
     safety = Safety(path, lambda: {_CALL: call}, interval=interval, start=start)
-    generators = list(given) if isinstance(given, list | tuple) else [given]
+    generators = list(generator) if isinstance(generator, list | tuple) else [generator]
     with kept(pipe, generators, safety) as keeper:
         compare = _Compare(keeper, call, start.about.get(_CALL) if start else None, path)
         undo = set_patch(wrap(denoiser_of(pipe), "forward", compare))
@@ -74,11 +74,11 @@ def _called(pipe: Any, path: Path, interval: Interval, *args: Any, **kwargs: Any
             theirs, needed = arguments.arguments[_CALLBACK], arguments.arguments[_NEEDED]
             arguments.arguments[_CALLBACK] = functools.partial(_after_step, keeper, theirs)
             arguments.arguments[_NEEDED] = [*needed, *({_LATENTS} - {*needed})]
-            made = pipe(*arguments.args, **arguments.kwargs)
+            result = pipe(*arguments.args, **arguments.kwargs)
         finally:
             undo()
     path.unlink(missing_ok=True)
-    return made
+    return result
 
 
 def _after_step(keeper: Keeper, theirs: Any, pipe: Any, step: int, time: Any, values: dict[str, Any]) -> Any:

@@ -46,8 +46,8 @@ def _model(module: torch.nn.Module) -> str:
     """
     rows = {name: weight.detach()[:1].reshape(-1)[:_SAMPLE] if weight.dim() else weight for name, weight in
             module.named_parameters()}  # fmt: skip
-    loras = {name: [repr(getattr(one, "scaling", None)), repr(getattr(one, "active_adapters", None))]
-             for name, one in module.named_modules() if hasattr(one, "base_layer")}  # fmt: skip
+    loras = {name: [repr(getattr(module, "scaling", None)), repr(getattr(module, "active_adapters", None))]
+             for name, module in module.named_modules() if hasattr(module, "base_layer")}  # fmt: skip
     return digest([rows, loras])
 
 
