@@ -21,7 +21,7 @@ for _error in vars(errors).values():
     if isinstance(_error, type):
         _error.__module__ = "sd_lowvram.errors"  # the page shows it, and in a host it is a path
 doors.find()
-_NODES |= {name: given() for name, given in doors.NODES.items()}
+_NODES |= {name: make_node() for name, make_node in doors.NODES.items()}
 
 NODE_CLASS_MAPPINGS = {name: node for name, (node, _) in _NODES.items()}
 NODE_DISPLAY_NAME_MAPPINGS = {name: title for name, (_, title) in _NODES.items()}

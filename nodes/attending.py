@@ -84,9 +84,9 @@ def _apart(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor,
     """Heads apart as the host's kernels do it: keys and values are divided among the queries' batch, also where they
     come as another (HyperTile tiles queries alone). None where that does not come out even."""
     batch, _, width = q.shape
-    if any(one.numel() % (batch * width) for one in (k, v)):
+    if any(tensor.numel() % (batch * width) for tensor in (k, v)):
         return None
-    q, k, v = (one.reshape(batch, -1, heads, width // heads).transpose(1, 2) for one in (q, k, v))
+    q, k, v = (tensor.reshape(batch, -1, heads, width // heads).transpose(1, 2) for tensor in (q, k, v))
     return q, k, v
 
 

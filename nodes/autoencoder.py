@@ -46,12 +46,12 @@ def optimized_vae(vae: HostVAE, node_request: NodeRequest, record: PlanRecord | 
         BadInputError: an autoencoder of another kind than Stable Diffusion's.
     """
     hooks = _Autoencoder(vae, node_request, PlanRecord() if record is None else record)
-    made = copy.copy(vae)
-    made.decode, made.encode = hooks.decode, hooks.encode
-    made.decode_tiled, made.encode_tiled = hooks.decode_tiled, hooks.encode_tiled
-    made.memory_used_decode = functools.partial(hooks.memory_used, "decode", False, vae.memory_used_decode)
-    made.memory_used_encode = functools.partial(hooks.memory_used, "encode", False, vae.memory_used_encode)
-    return made
+    optimized = copy.copy(vae)
+    optimized.decode, optimized.encode = hooks.decode, hooks.encode
+    optimized.decode_tiled, optimized.encode_tiled = hooks.decode_tiled, hooks.encode_tiled
+    optimized.memory_used_decode = functools.partial(hooks.memory_used, "decode", False, vae.memory_used_decode)
+    optimized.memory_used_encode = functools.partial(hooks.memory_used, "encode", False, vae.memory_used_encode)
+    return optimized
 
 
 def optimized_again(vae: HostVAE, budget: str, settings: ChosenSettings | None) -> tuple[HostVAE, PlanRecord]:
@@ -63,9 +63,9 @@ def optimized_again(vae: HostVAE, budget: str, settings: ChosenSettings | None) 
     if hooks is None:
         record, request = PlanRecord(), NodeRequest(budget, chosen(settings).settings)
     else:
-        record, known = hooks.record, hooks.node_request
+        record, before = hooks.record, hooks.node_request
         request = NodeRequest(
-            budget if budget.strip() else known.budget, known.settings if settings is None else settings.settings
+            budget if budget.strip() else before.budget, before.settings if settings is None else settings.settings
         )
     return optimized_vae(vae, request, record), record
 
@@ -136,7 +136,9 @@ class _Autoencoder:
         """
         if len(shape) not in (4, 5):
             return stock(shape, dtype)
-        return next(one.activation_bytes for one in self.foresee(stage, shape, tiled).stages if one.name == stage)
+        return next(
+            planned.activation_bytes for planned in self.foresee(stage, shape, tiled).stages if planned.name == stage
+        )
 
     def foresee(self, stage: str, shape: Sequence[int], tiled: bool = False) -> Plan:
         """The plan for (N, C, [frames,] h, w) latents to decode or pixels to encode, made once; where the host asks for
@@ -195,13 +197,15 @@ class _Autoencoder:
         host is told in its own way."""
         make = functools.partial(plan_for_host, self._anatomy)
         try:
-            found = leaner(plan, short, self._fixed(tiled), make)
+            plan_below = leaner(plan, short, self._fixed(tiled), make)
         except BudgetError as error:
             from comfy.model_management import OOM_EXCEPTION
 
             raise OOM_EXCEPTION(str(error)) from None
-        self._plans[_key(stage, tiled, plan)] = dataclasses.replace(found, request=plan.request)  # the budget stays
-        self.record.warn(found.fallback_steps[-1].told)
+        self._plans[_key(stage, tiled, plan)] = dataclasses.replace(
+            plan_below, request=plan.request
+        )  # the budget stays
+        self.record.warn(plan_below.fallback_steps[-1].told)
 
     def _call(self, stage: str) -> Callable[..., Tensor]:
         """The host's own call, of a VAE and its arguments, or what somebody else has set on this VAE in its place."""

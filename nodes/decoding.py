@@ -55,9 +55,9 @@ class LowVRAMVAEDecode:
     ) -> dict[str, Any]:
         workflow = Workflow(prompt or {}, extra_pnginfo or {}, unique_id)
         with host.refusals_in(unique_id):
-            made, record = optimized_again(vae, budget, settings)
+            optimized, record = optimized_again(vae, budget, settings)
             with saved_first(samples["samples"], chosen(settings).save_latents, workflow):
-                pixels = made.decode(samples["samples"])
+                pixels = optimized.decode(samples["samples"])
         return {"ui": {"text": [verdict(record, "decode")]}, "result": (pixels, record)}
 
 
@@ -92,6 +92,6 @@ class LowVRAMVAEEncode:
         unique_id: str | None = None,
     ) -> dict[str, Any]:
         with host.refusals_in(unique_id):
-            made, record = optimized_again(vae, budget, settings)
-            latents = made.encode(pixels[..., :3])
+            optimized, record = optimized_again(vae, budget, settings)
+            latents = optimized.encode(pixels[..., :3])
         return {"ui": {"text": [verdict(record, "encode")]}, "result": ({"samples": latents}, record)}

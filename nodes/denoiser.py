@@ -170,7 +170,7 @@ class Denoiser:
     def _is_within(self, shape: Sequence[int], forecast: Plan) -> bool:
         """True if a call with latents of ``shape`` needs no more than ``forecast``."""
         came, planned = (shape[0], *self._pixels(shape)), _sides(forecast)
-        if all(one <= other for one, other in zip(came, planned, strict=True)):
+        if all(size <= other for size, other in zip(came, planned, strict=True)):
             return True
         if math.prod(came) > math.prod(planned):
             return False
@@ -334,11 +334,11 @@ class Denoiser:
     def _go_leaner(self, plan: Plan, short: Shortage) -> None:
         """Plan for less than ``plan``, with which the UNet ran out of memory, and say so."""
         make = functools.partial(plan_for_host, self._anatomy)
-        found = leaner(plan, short, self._node_request.settings, make)
-        found = dataclasses.replace(found, request=plan.request)  # the budget stays
-        self._plans[_key(plan)] = found
-        self.show(found)
-        self.record.warn(found.fallback_steps[-1].told)
+        plan_below = leaner(plan, short, self._node_request.settings, make)
+        plan_below = dataclasses.replace(plan_below, request=plan.request)  # the budget stays
+        self._plans[_key(plan)] = plan_below
+        self.show(plan_below)
+        self.record.warn(plan_below.fallback_steps[-1].told)
 
     def _foresee_latents(self, latents: Sequence[int]) -> Plan:
         """The plan for a call with latents of this shape: the host alone knows whether it runs both halves of guidance

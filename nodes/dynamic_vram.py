@@ -34,13 +34,13 @@ def paged(patcher: Any) -> int:
 
 
 @contextlib.contextmanager
-def bounded(patcher: Any, room: int, told: Callable[[int], None], warn: Callable[[str], None]) -> Iterator[None]:
+def bounded(patcher: Any, room: int, report: Callable[[int], None], warn: Callable[[str], None]) -> Iterator[None]:
     """Limit the weights of a dynamic ``patcher`` to ``room`` bytes, within the block, from each load on.
 
     Weights of other models count too; idle models are evicted as far as needed.
 
     Args:
-        told: called with the bytes to which the weights' range was limited.
+        report: called with the bytes to which the weights' range was limited.
         warn: called with a sentence if the host's library refuses a limit, or to take it back.
     """
     if not is_dynamic(patcher):
@@ -64,7 +64,7 @@ def bounded(patcher: Any, room: int, told: Callable[[int], None], warn: Callable
         except RuntimeError as error:  # a bound is no reason to fail the host's load
             warn(f"dynamic VRAM refused to limit the weights ({error}): they may use all free VRAM")
             return
-        told(size)
+        report(size)
 
     patcher.add_callback_with_key(CallbacksMP.ON_LOAD, _KEY, after_load)
     try:
@@ -93,16 +93,18 @@ def _kept_by_others(patcher: Any, room: int, ranges: list[Any]) -> int:
     """
     from comfy import model_management as host
 
-    loaded = [one for one in host.current_loaded_models if one.device == patcher.load_device and one.model is not None]
-    others = [one for one in loaded if one.model.model is not patcher.model]
-    running = sum(int(one.model_memory()) for one in others if one.currently_used)
-    waiting = [one for one in others if not one.currently_used]
-    kept = sum(int(one.model_loaded_memory()) for one in waiting)
-    wanted = int(patcher.model_size()) + running + kept - room
-    for one in waiting:
-        weights = range_of(one.model)
+    loaded = [
+        entry for entry in host.current_loaded_models if entry.device == patcher.load_device and entry.model is not None
+    ]
+    others = [entry for entry in loaded if entry.model.model is not patcher.model]
+    running = sum(int(entry.model_memory()) for entry in others if entry.currently_used)
+    waiting = [entry for entry in others if not entry.currently_used]
+    held = sum(int(entry.model_loaded_memory()) for entry in waiting)
+    wanted = int(patcher.model_size()) + running + held - room
+    for model in waiting:
+        weights = range_of(model.model)
         if weights is not None and wanted > 0:
             ranges.append(weights)
             freed = int(weights.free_memory(wanted))
-            kept, wanted = kept - freed, wanted - freed
-    return running + kept
+            held, wanted = held - freed, wanted - freed
+    return running + held

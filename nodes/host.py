@@ -46,8 +46,8 @@ def room(device: torch.device) -> int:
     """Bytes for tensors on ``device``: free, or held by the host's own models, which it would give up."""
     from comfy import model_management as host
 
-    loaded = [one for one in host.current_loaded_models if one.device == device and one.model is not None]
-    held = sum(one.model_loaded_memory() for one in loaded)
+    loaded = [model for model in host.current_loaded_models if model.device == device and model.model is not None]
+    held = sum(model.model_loaded_memory() for model in loaded)
     return int(free_vram(device) if device.type == "cpu" else host.get_free_memory(device)) + int(held)
 
 
@@ -84,19 +84,19 @@ def others_beside(module: nn.Module) -> dict[str, int]:
     from comfy import model_base, sd
 
     kinds = {sd.CLIP: ("CLIP", "cond_stage_model"), sd.VAE: ("VAE", "first_stage_model")}
-    found: dict[str, dict[int, nn.Module]] = {"CLIP": {}, "VAE": {}, "model": {}}
-    for one in gc.get_objects():
-        kind = type(one)
+    models: dict[str, dict[int, nn.Module]] = {"CLIP": {}, "VAE": {}, "model": {}}
+    for candidate in gc.get_objects():
+        kind = type(candidate)
         if kind in kinds:
             name, attribute = kinds[kind]
-            model = getattr(one, attribute, None)
+            model = getattr(candidate, attribute, None)
         elif issubclass(kind, model_base.BaseModel):
-            name, model = "model", getattr(one, "diffusion_model", None)
+            name, model = "model", getattr(candidate, "diffusion_model", None)
         else:
             continue
         if isinstance(model, nn.Module) and model is not module:
-            found[name][id(model)] = model
-    return {name: weight_bytes(*models.values()) for name, models in found.items() if models}
+            models[name][id(model)] = model
+    return {name: weight_bytes(*models.values()) for name, models in models.items() if models}
 
 
 def _page() -> Any:

@@ -51,8 +51,8 @@ def name_of(model: Any) -> str:
     """Common name of the host's BaseModel ``model``."""
     kinds = (type(getattr(model, "model_config", None)).__name__, type(model).__name__)
     starts = sorted(_NAMES, key=len, reverse=True)
-    found = (_NAMES[start] for kind in kinds for start in starts if kind.startswith(start))
-    return next(found, kinds[-1])
+    names_found = (_NAMES[start] for kind in kinds for start in starts if kind.startswith(start))
+    return next(names_found, kinds[-1])
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,12 @@ _POOLED_WIDTH = 768
 
 def _widths(unet: nn.Module, names: re.Pattern[str]) -> list[int]:
     """Widths that linear layers take which are called so, the outermost first."""
-    linears = [(path, one) for path, one in unet.named_modules() if isinstance(one, nn.Linear) and names.search(path)]
-    return list(dict.fromkeys(int(one.in_features) for _, one in sorted(linears, key=lambda pair: pair[0].count("."))))
+    linears = [
+        (path, linear) for path, linear in unet.named_modules() if isinstance(linear, nn.Linear) and names.search(path)
+    ]
+    return list(
+        dict.fromkeys(int(linear.in_features) for _, linear in sorted(linears, key=lambda pair: pair[0].count(".")))
+    )
 
 
 def given_by(conditionings: Mapping[str, Any]) -> Conditions | None:
@@ -127,7 +131,7 @@ _NOT_ASKED = {"cross_attn", "model_conds", "uuid", "control", "hooks", "area", "
 def _without_values(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Like(tuple(value.shape[1:]), value.dtype)
-    if isinstance(value, (list, tuple)) and value and all(isinstance(one, Tensor) for one in value):
+    if isinstance(value, (list, tuple)) and value and all(isinstance(tensor, Tensor) for tensor in value):
         return tuple(map(_without_values, value))
     return value if isinstance(value, (int, float, str)) else None
 
@@ -175,11 +179,11 @@ _SCALES = {"Wan22": 16, "LTXV": 32, "HunyuanImage21": 32, "ChromaRadiance": 1, "
 
 
 def _scale(latents: Any) -> int:
-    told = getattr(latents, "spacial_downscale_ratio", None)
-    return int(_SCALES.get(type(latents).__name__, 8) if told is None else told)
+    ratio = getattr(latents, "spacial_downscale_ratio", None)
+    return int(_SCALES.get(type(latents).__name__, 8) if ratio is None else ratio)
 
 
-def _calls(*given: Any) -> Any:
+def _calls(*inputs: Any) -> Any:
     raise NotImplementedError("of these models only the denoiser is planned")
 
 
@@ -197,32 +201,37 @@ def _step_inputs(conditions: Conditions, has_frames: bool, anatomy: Anatomy, sha
 
 def _emptied(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_emptied(one) for one in value]
+        return [_emptied(item) for item in value]
     return torch.empty(1, *value.shape, dtype=value.dtype) if isinstance(value, Like) else value
 
 
 def _predict(base: Any, unet: nn.Module, x: Tensor, inputs: StepInputs) -> Tensor:
     """Prediction of the host's model ``base`` for ``x`` (rows, C, [frames,] h, w), with ``unet`` as its UNet."""
     model = _with(base, unet)
-    told = {"cross_attn": inputs.text[:1], "noise": inputs.latents, "latent_image": inputs.latents, **inputs.added}
+    conditions = {
+        "cross_attn": inputs.text[:1],
+        "noise": inputs.latents,
+        "latent_image": inputs.latents,
+        **inputs.added,
+    }
     try:
-        found = _asked(model, told)
+        extra = _asked(model, conditions)
     except Exception as error:  # it reads values, as those of a mask
         if ran_out(error):
             raise
         with without_fakes():
-            found = _asked(model, map_tensors(told, lambda one: torch.ones(one.shape, dtype=one.dtype)))
-    given = {name: one.process_cond(batch_size=len(x), area=None).cond for name, one in found.items()}
+            extra = _asked(model, map_tensors(conditions, lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype)))
+    arguments = {name: condition.process_cond(batch_size=len(x), area=None).cond for name, condition in extra.items()}
     sigmas = inputs.timestep.expand(len(x))
     options = {"sigmas": sigmas, "sample_sigmas": sigmas, "cond_or_uncond": [*range(len(x) // len(inputs.latents))]}
-    predicted: Tensor = model.apply_model(x, sigmas, transformer_options=options, **given)
+    predicted: Tensor = model.apply_model(x, sigmas, transformer_options=options, **arguments)
     return predicted
 
 
-def _asked(model: Any, told: dict[str, Any]) -> dict[str, Any]:
+def _asked(model: Any, conditions: dict[str, Any]) -> dict[str, Any]:
     """Inputs that the model makes of conditions, called like the host's sampler."""
-    latents, scale = told["noise"], _scale(model.latent_format)
-    found: dict[str, Any] = model.extra_conds(
+    latents, scale = conditions["noise"], _scale(model.latent_format)
+    extra: dict[str, Any] = model.extra_conds(
         device=latents.device,
         latent_shapes=[latents.shape],
         denoise_mask=None,
@@ -230,16 +239,16 @@ def _asked(model: Any, told: dict[str, Any]) -> dict[str, Any]:
         height=latents.shape[-2] * scale,
         prompt_type="positive",
         seed=0,
-        **told,
+        **conditions,
     )
-    return found
+    return extra
 
 
 def _with(base: Any, unet: nn.Module) -> Any:
     """The host's model with another in its denoiser's place, and without the patcher that moves its weights."""
-    made = copy.copy(base)
-    vars(made).update(_modules={**base._modules, "diffusion_model": unet}, current_patcher=None)
-    return made
+    result = copy.copy(base)
+    vars(result).update(_modules={**base._modules, "diffusion_model": unet}, current_patcher=None)
+    return result
 
 
 class Traced:
@@ -275,7 +284,7 @@ class Traced:
         failed: PlanningError | None = None
         for conditions in self._tried():
             try:
-                made = make(self._anatomy_for(conditions))
+                plan = make(self._anatomy_for(conditions))
             except PlanningError as error:
                 failed = failed or error
                 continue
@@ -283,7 +292,7 @@ class Traced:
                 self._foreseen.remove(conditions)
                 self._foreseen.insert(0, conditions)
             self.anatomy = self._anatomy_for(conditions)
-            return made
+            return plan
         assert failed is not None
         raise failed
 

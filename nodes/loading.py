@@ -49,8 +49,8 @@ class Loading:
         Args:
             layer: bytes of the largest layer.
         """
-        kept = self.kept(weights, request.vram, stage.activation_bytes)
-        return kept, min(layer, weights - kept)
+        resident = self.kept(weights, request.vram, stage.activation_bytes)
+        return resident, min(layer, weights - resident)
 
 
 _PAGE = 32 << 20
@@ -103,7 +103,7 @@ def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: 
         plan = _fitting_or_leanest(beside, request, settings.filled(offload="none"))
         return _as_loaded(plan, loading, weights, 0)
     least = min(weights, loading.least)
-    found: list[Plan] = []
+    plans: list[Plan] = []
     refused: BudgetError | None = None
     for share in _SHARES:
         passing = loading.buffers(layer_bytes(module)) if isinstance(loading, InRange) and share < 1 else 0
@@ -113,13 +113,13 @@ def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: 
         except BudgetError as error:
             refused = error
             continue
-        found.append(_as_loaded(plan, loading, weights, layer_bytes(module)))
+        plans.append(_as_loaded(plan, loading, weights, layer_bytes(module)))
         if plan.next_faster is None:
             break
-    if not found:
+    if not plans:
         assert refused is not None
         raise refused
-    return min(found, key=lambda plan: plan.predicted.seconds)
+    return min(plans, key=lambda plan: plan.predicted.seconds)
 
 
 def _fitting_or_leanest(anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
@@ -156,8 +156,8 @@ def _as_loaded(plan: Plan, loading: Loading, weights: int, layer: int) -> Plan:
 def _stage(stage: StagePlan, request: Request, loading: Loading, weights: int, layer: int) -> StagePlan:
     if not stage.activation_bytes:  # it runs elsewhere
         return stage
-    kept, passing = loading.stage(stage, request, weights, layer)
-    moved, here = weights - kept, kept + passing
+    resident, passing = loading.stage(stage, request, weights, layer)
+    moved, here = weights - resident, resident + passing
     copies = request.steps if stage.name == "denoise" else 1
     return dataclasses.replace(
         stage,

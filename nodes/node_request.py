@@ -35,9 +35,9 @@ class ChosenSettings:
     save_latents: str = CHOICES[0]
 
 
-def chosen(given: ChosenSettings | None) -> ChosenSettings:
-    """``given``, or what leaves all to the plan."""
-    return ChosenSettings() if given is None else given
+def chosen(settings: ChosenSettings | None) -> ChosenSettings:
+    """``settings``, or those that leave everything to the plan."""
+    return ChosenSettings() if settings is None else settings
 
 
 @dataclass(frozen=True)

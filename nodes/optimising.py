@@ -63,13 +63,13 @@ class LowVRAM:
                 made_vae = optimized_vae(vae, node_request, record)
             except UnservedVAEError as error:
                 record.say(f"the VAE passes through unchanged, and the budget does not count it: {error}")
-            made = optimized_model(model, node_request, record, made_vae)
+            optimized = optimized_model(model, node_request, record, made_vae)
             try:
-                foresee_sampling(made)
+                foresee_sampling(optimized)
                 shown = verdict(record)
             except BudgetError as error:  # the sampler may come with a smaller size
                 shown = f"does not fit at the model's own size: {error}"
-        return {"ui": {"text": [shown]}, "result": (made, made_vae, record)}
+        return {"ui": {"text": [shown]}, "result": (optimized, made_vae, record)}
 
 
 class LowVRAMSettings:

@@ -183,7 +183,7 @@ def _seconds(seconds: float | None) -> str:
 
 def measured_peaks(record: PlanRecord) -> dict[str, int]:
     """The most that each stage held, of those that have run, with the weights that torch's allocator does not see."""
-    peaks = {name: max(one.peak_bytes for one in stages) for name, stages in record.measured.items() if stages}
+    peaks = {name: max(stage.peak_bytes for stage in stages) for name, stages in record.measured.items() if stages}
     return {name: peak + record.paged.get(name, 0) for name, peak in peaks.items()}
 
 

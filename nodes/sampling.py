@@ -58,5 +58,5 @@ def foresee_sampling(model: ModelPatcher, width: int = 0, height: int = 0, batch
 def wrappers_of(model: ModelPatcher) -> list[Denoiser]:
     """Wrappers that :func:`optimized_model` has put on ``model``."""
     by_door = getattr(model, "wrappers", {}).values()
-    found = {getattr(wrapper, "__self__", None) for by_key in by_door for wrapper in by_key.get(_KEY, ())}
-    return [one for one in found if isinstance(one, Denoiser)]
+    owners = {getattr(wrapper, "__self__", None) for by_key in by_door for wrapper in by_key.get(_KEY, ())}
+    return [owner for owner in owners if isinstance(owner, Denoiser)]

@@ -47,7 +47,7 @@ def _saved(latents: Tensor, workflow: Workflow) -> Path | None:
     import folder_paths
 
     path = new_place(Path(folder_paths.get_output_directory()))
-    texts = {name: json.dumps(one) for name, one in (("prompt", workflow.prompt), *workflow.extra.items())}
+    texts = {name: json.dumps(value) for name, value in (("prompt", workflow.prompt), *workflow.extra.items())}
     texts = {name: text for name, text in texts.items() if name in ("prompt", "workflow")}
     try:
         write_hosted(Hosted("ComfyUI", latents, _autoencoder_of(workflow), [texts] * len(latents)), path)
@@ -67,8 +67,8 @@ def _autoencoder_of(workflow: Workflow) -> str | None:
         inputs = workflow.prompt[node].get("inputs", {})
         for name, kind in _FILES.items():
             if isinstance(inputs.get(name), str):
-                found: str | None = folder_paths.get_full_path(kind, inputs[name])
-                return found
+                path: str | None = folder_paths.get_full_path(kind, inputs[name])
+                return path
         link = inputs.get("vae")
         node = link[0] if isinstance(link, list) and link else None
     return None

@@ -42,9 +42,9 @@ class StepClock:
                 self.sizes.append(self._size)
                 self._size = 0
                 self._step_ended()
-            given = None if callback is None else callback(*args, **kwargs)
+            result = None if callback is None else callback(*args, **kwargs)
             self._begun = self._now()
-            return given
+            return result
 
         return end_of_step
 

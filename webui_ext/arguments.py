@@ -122,9 +122,11 @@ def _of_knob(name: str, knob: Knob) -> Argument:
     if knob.type is int:
         return Argument(name, label, f"{knob.help}; 0: automatic", "number", 0, maximum=knob.maximum, knob=True)
     choices = knob.choices or ("on", "off")
-    changing = [one for one in knob.choices if one != AUTO and not knob.fidelity_of(one).lossless]
+    changing = [choice for choice in knob.choices if choice != AUTO and not knob.fidelity_of(choice).lossless]
     help = f"{knob.help}; {', '.join(changing)}: another picture, however close" if changing else knob.help
-    return Argument(name, label, help, "choice", AUTO, (AUTO, *(one for one in choices if one != AUTO)), knob=True)
+    return Argument(
+        name, label, help, "choice", AUTO, (AUTO, *(choice for choice in choices if choice != AUTO)), knob=True
+    )
 
 
 def read(values: Sequence[Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,17 +139,17 @@ def read(values: Sequence[Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadInputError: an unknown name, or a value that its control does not take.
     """
-    known = {argument.name: argument for argument in arguments()}
+    by_name = {argument.name: argument for argument in arguments()}
     if values and isinstance(values[0], Mapping):
-        given = dict(values[0])
+        named = dict(values[0])
     else:
-        given = dict(zip(known, values, strict=False))
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            raise BadInputError(f"unknown argument {name!r}: " + (f"{near[0]!r}?" if near else ", ".join(known)))
-    merged = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-    return {name: argument.check(merged.get(name)) for name, argument in known.items()}
+        named = dict(zip(by_name, values, strict=False))
+    for name in named:
+        if name not in by_name:
+            near = difflib.get_close_matches(str(name), by_name, 1)
+            raise BadInputError(f"unknown argument {name!r}: " + (f"{near[0]!r}?" if near else ", ".join(by_name)))
+    merged = {**defaults, **{name: value for name, value in named.items() if value is not None}}
+    return {name: argument.check(merged.get(name)) for name, argument in by_name.items()}
 
 
 def settings_of(chosen: Mapping[str, Any]) -> Settings:
@@ -155,7 +157,7 @@ def settings_of(chosen: Mapping[str, Any]) -> Settings:
 
     In a host, autograd is off already, and inference tensors would get in the way of a LoRA that changes weights.
     """
-    decided = {one.name: one.setting(chosen[one.name]) for one in arguments() if one.knob}
+    decided = {argument.name: argument.setting(chosen[argument.name]) for argument in arguments() if argument.knob}
     settings = Settings(**decided).filled(inference_mode=False)
     if settings.weights_mib is not None:
         settings = settings.filled(offload="blocks")
@@ -166,5 +168,5 @@ def settings_of(chosen: Mapping[str, Any]) -> Settings:
 
 def chosen_of(settings: Settings) -> dict[str, Any]:
     """The arguments that stand for the knobs of ``settings``, the undecided ones automatic."""
-    values = ((one, getattr(settings, one.name)) for one in arguments() if one.knob)
-    return {one.name: one.default if value is None else one.check(value) for one, value in values}
+    values = ((argument, getattr(settings, argument.name)) for argument in arguments() if argument.knob)
+    return {argument.name: argument.default if value is None else argument.check(value) for argument, value in values}

@@ -24,38 +24,38 @@ def build(
     Returns:
         the controls by name in the order of the positional list, the line for the prediction, and the head's.
     """
-    known = {argument.name: argument for argument in arguments()}
-    made: dict[str, Any] = {}
+    by_name = {argument.name: argument for argument in arguments()}
+    components: dict[str, Any] = {}
 
     def row(names: Sequence[str], info: bool) -> None:
         with gr.Row():
             for name in names:
-                made[name] = _component(
-                    known[name], f"{tab}_sd_lowvram_{name}", values[name], info, name not in without
+                components[name] = _component(
+                    by_name[name], f"{tab}_sd_lowvram_{name}", values[name], info, name not in without
                 )
 
     with accordion(value=values["enabled"], label=TITLE, elem_id=f"{tab}_sd_lowvram_enabled") as enabled:
-        made["enabled"] = enabled
+        components["enabled"] = enabled
         with enabled.extra():
             head = gr.HTML(value="", elem_id=f"{tab}_sd_lowvram_verdict")
         line = gr.HTML(value="", elem_id=f"{tab}_sd_lowvram_prediction")
         row(IN_SIGHT, info=False)
         with gr.Accordion("Advanced", open=False):
-            rest = [name for name in known if name not in made]
+            rest = [name for name in by_name if name not in components]
             for start in range(0, len(rest), 3):
                 row(rest[start : start + 3], info=True)
-    for component in made.values():
+    for component in components.values():
         component.do_not_save_to_config = True  # the settings section keeps the defaults
-    return {name: made[name] for name in known}, line, head
+    return {name: components[name] for name in by_name}, line, head
 
 
 def _component(argument: Argument, elem_id: str, value: Any, info: bool, visible: bool) -> Any:
     common = {"label": argument.label, "value": value, "elem_id": elem_id, "visible": visible}
-    told = {"info": argument.help} if info else {}
+    placed_info = {"info": argument.help} if info else {}
     if argument.kind == "switch":
         return gr.Checkbox(**common)
     if argument.kind == "size":
-        return gr.Textbox(placeholder="" if info else argument.help, max_lines=1, **told, **common)
+        return gr.Textbox(placeholder="" if info else argument.help, max_lines=1, **placed_info, **common)
     if argument.kind == "number":
-        return gr.Number(precision=0, **told, **common)
-    return gr.Dropdown(choices=list(argument.choices), **told, **common)
+        return gr.Number(precision=0, **placed_info, **common)
+    return gr.Dropdown(choices=list(argument.choices), **placed_info, **common)

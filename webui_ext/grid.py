@@ -26,8 +26,8 @@ def add_axes() -> None:
     modules = [data.module for data in scripts.scripts_data if data.script_class.__module__ == "xyz_grid.py"]
     for module in modules[:1]:
         present = {option.label for option in module.axis_options}
-        wanted = [one for one in arguments() if one.name != "enabled"]
-        module.axis_options.extend(_axis(module, one) for one in wanted if _label(one) not in present)
+        wanted = [argument for argument in arguments() if argument.name != "enabled"]
+        module.axis_options.extend(_axis(module, argument) for argument in wanted if _label(argument) not in present)
         if getattr(module.process_images, "func", None) is not _or_the_reason:
             module.process_images = functools.partial(_or_the_reason, module.process_images, module.Processed)
 

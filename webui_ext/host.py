@@ -91,11 +91,11 @@ def anatomy(model: Any) -> Anatomy:
     """The anatomy of a model, or of a blueprint that brings its own, with the types in which the host computes."""
     if is_blueprint(model):
         return cast(Anatomy, model.anatomy)
-    found = anatomy_of(planned(model))
+    dissected = anatomy_of(planned(model))
     if kind(model) == "a1111" and getattr(devices, "fp8", False):
-        predict = functools.partial(_widened, found.family.predict)
-        found = dataclasses.replace(found, family=dataclasses.replace(found.family, predict=predict))
-    return dataclasses.replace(found, computes=_computes(model, found))
+        predict = functools.partial(_widened, dissected.family.predict)
+        dissected = dataclasses.replace(dissected, family=dataclasses.replace(dissected.family, predict=predict))
+    return dataclasses.replace(dissected, computes=_computes(model, dissected))
 
 
 def _widened(predict: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -105,18 +105,18 @@ def _widened(predict: Callable[..., Tensor], *args: Any) -> Tensor:
         return predict(*args)
 
 
-def _computes(model: Any, found: Anatomy) -> dict[str, torch.dtype]:
+def _computes(model: Any, dissected: Anatomy) -> dict[str, torch.dtype]:
     """The type in which the host lets a component compute, by name, where it says so."""
     held = getattr(model, "forge_objects", None)
-    told: dict[str | None, Any] = {}
+    types: dict[str | None, Any] = {}
     if held is not None:
         base = getattr(getattr(held, "unet", None), "model", None)
         names = ("computation_dtype", "manual_cast_dtype")  # Forge's and reForge's; the latter has None for its own
-        told[found.denoiser] = next((getattr(base, name) for name in names if getattr(base, name, None)), None)
-        told[found.autoencoder] = getattr(getattr(held, "vae", None), "vae_dtype", None)
+        types[dissected.denoiser] = next((getattr(base, name) for name in names if getattr(base, name, None)), None)
+        types[dissected.autoencoder] = getattr(getattr(held, "vae", None), "vae_dtype", None)
     elif getattr(devices, "fp8", False):  # weights in 8 bits, under autocast or its substitute
-        told[found.denoiser] = torch.bfloat16 if device().type == "cpu" else devices.dtype
-    return {name: dtype for name, dtype in told.items() if name is not None and isinstance(dtype, torch.dtype)}
+        types[dissected.denoiser] = torch.bfloat16 if device().type == "cpu" else devices.dtype
+    return {name: dtype for name, dtype in types.items() if name is not None and isinstance(dtype, torch.dtype)}
 
 
 def tiled_by_others(model: Any) -> bool:
@@ -148,8 +148,8 @@ def passes(model: Any, scale: float, prompts: Sequence[str] = (), image_scale: f
 def unscaled(model: Any, latents: Tensor) -> Tensor:
     """Latents of the denoiser's scale as the autoencoder takes them."""
     if kind(model) == "forge":
-        given: Tensor = model.forge_objects.vae.first_stage_model.process_out(latents)
-        return given
+        scaled: Tensor = model.forge_objects.vae.first_stage_model.process_out(latents)
+        return scaled
     taken: Tensor = latents / model.scale_factor
     return taken
 
@@ -223,16 +223,16 @@ def precision_of_attention() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_the_type_it_computes_in(found: Anatomy) -> Iterator[None]:
+def in_the_type_it_computes_in(dissected: Anatomy) -> Iterator[None]:
     """Start ldm's UNet in its compute type within the block, a trace, if the host leaves that to autocast.
 
     Bytes that autocast holds in float32 during a norm are not predicted."""
-    unet: Any = found.denoiser_module
+    unet: Any = dissected.denoiser_module
     before = vars(unet).get("dtype") if unet is not None else None
     if not isinstance(before, torch.dtype):
         yield
         return
-    unet.dtype = found.computes.get(found.denoiser or "", next(unet.parameters()).dtype)
+    unet.dtype = dissected.computes.get(dissected.denoiser or "", next(unet.parameters()).dtype)
     try:
         yield
     finally:

@@ -24,8 +24,10 @@ _MARK = " | "
 
 def write(chosen: Mapping[str, Any]) -> str:
     """The entry's text for checked arguments."""
-    changed = [one for one in arguments() if one.name != "enabled" and chosen[one.name] != one.default]
-    return _MARK.join(f"{one.name} {chosen[one.name]}" for one in changed) or "on"
+    changed = [
+        argument for argument in arguments() if argument.name != "enabled" and chosen[argument.name] != argument.default
+    ]
+    return _MARK.join(f"{argument.name} {chosen[argument.name]}" for argument in changed) or "on"
 
 
 def paste(parameters: Mapping[str, Any], name: str) -> Any:
@@ -36,7 +38,7 @@ def paste(parameters: Mapping[str, Any], name: str) -> Any:
         return None
     if name == "enabled":
         return True
-    argument = next(one for one in arguments() if one.name == name)
+    argument = next(argument for argument in arguments() if argument.name == name)
     for part in str(text).split("|"):
         written, _, value = part.strip().partition(" ")
         if written == name:

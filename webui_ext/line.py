@@ -59,7 +59,7 @@ class Line:
         inputs = [*(self.theirs[name] for name in self.names), *controls, *self.tiled]
         event = {"fn": self.tell, "inputs": inputs, "outputs": outputs, "show_progress": "minimal", "queue": False}
         second = event | {"fn": self.tell_in_turn, "show_progress": "hidden"}  # what is told until then stays in sight
-        enabled = controls[[one.name for one in arguments()].index("enabled")]
+        enabled = controls[[argument.name for argument in arguments()].index("enabled")]
         enabled.change(**event).then(**second)  # also when it goes off, which empties both
         event["_js" if gr.__version__.startswith("3.") else "js"] = _while_on(inputs.index(enabled), len(inputs))
         for component in inputs:
@@ -76,8 +76,8 @@ class Line:
         return self._updates(values, patient=True)
 
     def _updates(self, values: Sequence[Any], patient: bool) -> list[Any]:
-        told = self._told(values, patient)
-        return [gr.update(), gr.update()] if told is None else [told.line, told.head]
+        texts = self._told(values, patient)
+        return [gr.update(), gr.update()] if texts is None else [texts.line, texts.head]
 
     def _told(self, values: Sequence[Any], patient: bool) -> estimate.Told | None:
         sizes = dict(zip(self.names, values, strict=False))
@@ -124,8 +124,8 @@ def _is_hidden_number(component: Any, elem_id: str | None) -> bool:
 
 def _teller(model: Any, chosen: dict[str, Any], pictures: list[Generation]) -> Callable[[], estimate.Told]:
     def tell() -> estimate.Told:
-        plans = ((functools.partial(run.plan_for, model, chosen, one), _size(one)) for one in pictures)
-        return estimate.together([estimate.sentence(*one) for one in plans])
+        plans = ((functools.partial(run.plan_for, model, chosen, picture), _size(picture)) for picture in pictures)
+        return estimate.together([estimate.sentence(*plan) for plan in plans])
 
     return tell
 
@@ -138,10 +138,10 @@ def _pictures(sizes: dict[str, Any], model: Any, encodes: bool) -> list[Generati
     """The passes of a generation: one, and a second with hires fix; none while "Resize by" has no picture."""
     asked = float(sizes["width"] or 0), float(sizes["height"] or 0)
     if sizes.get("by_scale"):
-        told = _MADE.findall(str(sizes["scale_resolution_preview"]))
-        if not told:
+        numbers = _MADE.findall(str(sizes["scale_resolution_preview"]))
+        if not numbers:
             return []
-        asked = float(told[-1][0]), float(told[-1][1])
+        asked = float(numbers[-1][0]), float(numbers[-1][1])
     scale, steps = sizes["cfg_scale"], max(1, int(sizes["steps"] or 1))
     first = Generation(
         width=side(asked[0], encodes),
@@ -153,7 +153,7 @@ def _pictures(sizes: dict[str, Any], model: Any, encodes: bool) -> list[Generati
     )
     if not sizes.get("hr"):
         return [first]
-    width, height = (side(one, encodes=True) for one in _hires(asked, sizes))
+    width, height = (side(size, encodes=True) for size in _hires(asked, sizes))
     second = int(sizes["hires_steps"] or 0) or steps  # all of them run, whatever the denoising strength
     return [first, dataclasses.replace(first, width=width, height=height, steps=second, encodes=True)]
 

@@ -25,16 +25,16 @@ from .estimate import HOST
 _BLOCKS = ("time_embed", "input_blocks", "middle_block", "output_blocks")
 
 
-def ways(model: Any, found: Anatomy) -> Iterator[dict[str, int]]:
+def ways(model: Any, dissected: Anatomy) -> Iterator[dict[str, int]]:
     """The bytes of each component that stay, by name, from the fastest of the host's ways to the one that leaves least.
 
     A component that is not named stays whole.
     """
     if host.swaps_layers(model):
         yield {}
-        yield {name: _two_layers(component) for name, component in found.components.items()}
-    elif found.denoiser_module is not None and getattr(shared.cmd_opts, "lowvram", False):
-        yield {found.denoiser or "": _largest_block(found.denoiser_module)}
+        yield {name: _two_layers(component) for name, component in dissected.components.items()}
+    elif dissected.denoiser_module is not None and getattr(shared.cmd_opts, "lowvram", False):
+        yield {dissected.denoiser or "": _largest_block(dissected.denoiser_module)}
     else:
         yield {}
 
@@ -45,7 +45,7 @@ _MANAGEMENT = ("backend.memory_management", "ldm_patched.modules.model_managemen
 """Forge's and reForge's own."""
 
 
-def decision(model: Any, found: Anatomy, plan: Plan) -> Reason:
+def decision(model: Any, dissected: Anatomy, plan: Plan) -> Reason:
     """Bytes of the model that Forge and reForge will keep on the device, and of a run by ``plan`` with them.
 
     They decide by free memory, not by a budget: on a CPU they keep everything. On a GPU they keep as many parts of the
@@ -53,19 +53,19 @@ def decision(model: Any, found: Anatomy, plan: Plan) -> Reason:
     """
     where = host.device()
     texts = getattr(getattr(getattr(model, "forge_objects", None), "clip", None), "cond_stage_model", None)
-    components = {**found.components, **found.family.unchecked_components_of(model)}  # also what is not planned
+    components = {**dissected.components, **dissected.family.unchecked_components_of(model)}  # also what is not planned
     parts = [*components.values(), *([texts] if isinstance(texts, nn.Module) else [])]
     here = sum(tensor.nbytes for tensor in all_tensors(*parts) if tensor.device.type == where.type)
     free, whole = free_vram(where), weight_bytes(*parts)
     sizes = {name: weight_bytes(part) for name, part in components.items()}
     room = max(0, free + here - _for_inference())
     if where.type == "cpu" or whole <= room:
-        keeps, kept = "all", dict.fromkeys(sizes, whole)
+        keeps, resident = "all", dict.fromkeys(sizes, whole)
     elif max(sizes.values()) <= room:
-        keeps, kept = "one part", sizes
+        keeps, resident = "one part", sizes
     else:
-        keeps, kept = "some layers", {name: min(size, room) for name, size in sizes.items()}
-    stages = (one.reserved_bytes - one.weights_bytes + kept.get(one.component, 0) for one in plan.stages)
+        keeps, resident = "some layers", {name: min(size, room) for name, size in sizes.items()}
+    stages = (stage.reserved_bytes - stage.weights_bytes + resident.get(stage.component, 0) for stage in plan.stages)
     takes = max(stages) + plan.predicted.overhead_bytes
     decided = {"host": HOST, "free_bytes": free, "model_bytes": whole, "keeps": keeps, "needed_bytes": takes}
     return Reason(Kind.HOST_DECIDES, **decided, over_budget=takes > plan.request.vram)
@@ -79,16 +79,16 @@ def _for_inference() -> int:
 def _largest_block(unet: Any) -> int:
     """Bytes outside of all blocks, such as the last convolution, plus the largest block."""
     groups = [getattr(unet, name) for name in _BLOCKS if getattr(unet, name, None) is not None]
-    blocks = [one for group in groups for one in (group if isinstance(group, nn.ModuleList) else [group])]
+    blocks = [child for group in groups for child in (group if isinstance(group, nn.ModuleList) else [group])]
     sizes = [weight_bytes(block) for block in blocks]
     return weight_bytes(unet) - sum(sizes) + max(sizes)
 
 
 def _two_layers(component: nn.Module) -> int:
     """The layer that computes and the next, which may come meanwhile, in a type no narrower than float32."""
-    sizes = (sum(tensor.numel() for tensor in all_tensors(one)) for one in _layers(component))
+    sizes = (sum(tensor.numel() for tensor in all_tensors(layer)) for layer in _layers(component))
     return 2 * 4 * max(sizes, default=0)
 
 
 def _layers(component: nn.Module) -> Iterator[nn.Module]:
-    return (one for one in component.modules() if next(one.children(), None) is None)
+    return (module for module in component.modules() if next(module.children(), None) is None)

@@ -27,7 +27,7 @@ class _OneHead(Redirect):
         return super().attend(query, key, value, *args, **kwargs).squeeze(1)
 
 
-def add_optimizers(found: list[Any]) -> None:
+def add_optimizers(entries: list[Any]) -> None:
     """Append one optimisation for each backend; "Automatic" never takes them."""
     try:
         from modules import sd_hijack_optimizations as theirs
@@ -36,7 +36,9 @@ def add_optimizers(found: list[Any]) -> None:
         block = theirs.sdp_attnblock_forward
     except (ImportError, AttributeError):  # Forge and reForge
         return
-    found += [_optimization(base, name, one.label, sdp, block) for name, one in backends().items() if one.label]
+    entries += [
+        _optimization(base, name, backend.label, sdp, block) for name, backend in backends().items() if backend.label
+    ]
 
 
 def _optimization(

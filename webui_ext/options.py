@@ -17,25 +17,25 @@ _PREFIX = "sd_lowvram_"
 def add_options() -> None:
     """Add a setting for each argument."""
     section = ("sd_lowvram", TITLE)
-    for one in arguments():
+    for argument in arguments():
         component: Any = gr.Textbox
         details: dict[str, Any] = {}
-        if one.kind == "switch":
+        if argument.kind == "switch":
             component = gr.Checkbox
-        elif one.kind == "choice":
-            component, details = gr.Dropdown, {"choices": list(one.choices)}
-        elif one.kind == "number":
+        elif argument.kind == "choice":
+            component, details = gr.Dropdown, {"choices": list(argument.choices)}
+        elif argument.kind == "number":
             component, details = gr.Number, {"precision": 0}
-        info = shared.OptionInfo(one.default, f"Default of {one.label}", component, details, section=section)
-        shared.opts.add_option(_PREFIX + one.name, info.info(one.help).needs_reload_ui())
+        info = shared.OptionInfo(argument.default, f"Default of {argument.label}", component, details, section=section)
+        shared.opts.add_option(_PREFIX + argument.name, info.info(argument.help).needs_reload_ui())
 
 
 def defaults() -> dict[str, Any]:
     """The arguments by name as the settings have them; one that is no longer valid counts as not set."""
     values = {}
-    for one in arguments():
+    for argument in arguments():
         try:
-            values[one.name] = one.check(shared.opts.data.get(_PREFIX + one.name, one.default))
+            values[argument.name] = argument.check(shared.opts.data.get(_PREFIX + argument.name, argument.default))
         except BadInputError:
-            values[one.name] = one.default
+            values[argument.name] = argument.default
     return values

@@ -66,9 +66,9 @@ def save(p: Any, latents: Any) -> None:
 
 
 def _texts(p: Any, count: int) -> list[dict[str, str]]:
-    told = functools.partial(processing.create_infotext, p, p.prompts, p.seeds, p.subseeds)
+    infotext = functools.partial(processing.create_infotext, p, p.prompts, p.seeds, p.subseeds)
     negative = p.negative_prompts
-    return [{"parameters": str(told(index=one, all_negative_prompts=negative))} for one in range(count)]
+    return [{"parameters": str(infotext(index=number, all_negative_prompts=negative))} for number in range(count)]
 
 
 def end(p: Any) -> None:

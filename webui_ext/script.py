@@ -30,11 +30,11 @@ class LowVRAMScript(scripts.Script):
         return scripts.AlwaysVisible
 
     def ui(self, is_img2img: bool) -> list[Any]:
-        made, line, head = controls.build(InputAccordion, "img2img" if is_img2img else "txt2img", defaults())
-        self._line_of().place(list(made.values()), line, head)
-        self.infotext_fields = [(component, _pasted(name)) for name, component in made.items()]
+        components, line, head = controls.build(InputAccordion, "img2img" if is_img2img else "txt2img", defaults())
+        self._line_of().place(list(components.values()), line, head)
+        self.infotext_fields = [(component, _pasted(name)) for name, component in components.items()]
         self.paste_field_names = [infotext.KEY]
-        return list(made.values())
+        return list(components.values())
 
     def after_component(self, component: Any, **kwargs: Any) -> None:
         self._line_of().offer(component, kwargs.get("elem_id"))

@@ -137,26 +137,26 @@ def _owner(units: list[UNetLayer], path: str) -> str:
 
 
 def _foretold(units: list[UNetLayer], traced: MemoryTrace, rates: Rates, element_size: int) -> dict[str, float]:
-    found = dict.fromkeys((unit.name for unit in units), 0.0)
+    by_unit = dict.fromkeys((unit.name for unit in units), 0.0)
     for span, seconds in zip(traced.spans, rates.shares(traced.spans, element_size), strict=True):
-        found[_owner(units, span.path)] += seconds
-    return found
+        by_unit[_owner(units, span.path)] += seconds
+    return by_unit
 
 
 def _operations(units: list[UNetLayer], traced: MemoryTrace) -> dict[str, int]:
-    found = dict.fromkeys((unit.name for unit in units), 0)
+    operations = dict.fromkeys((unit.name for unit in units), 0)
     for span in traced.spans:
-        found[_owner(units, span.path)] += span.flops
-    return found
+        operations[_owner(units, span.path)] += span.flops
+    return operations
 
 
 def _peaks(units: list[UNetLayer], traced: MemoryTrace) -> dict[str, int]:
-    found = dict.fromkeys((unit.name for unit in units), 0)
+    peaks = dict.fromkeys((unit.name for unit in units), 0)
     for event in traced.timeline:
         if event.operator:  # not the booking of what was there before
             name = _owner(units, event.path)
-            found[name] = max(found[name], event.device_bytes - traced.weights_bytes)
-    return found
+            peaks[name] = max(peaks[name], event.device_bytes - traced.weights_bytes)
+    return peaks
 
 
 def _measured(units: list[UNetLayer], run: Any) -> dict[str, float]:
@@ -169,7 +169,7 @@ def _measured(units: list[UNetLayer], run: Any) -> dict[str, float]:
             run()
         if number:
             rounds.append({**taken, OTHERS: taken[OTHERS] - sum(taken.values()) + taken[OTHERS]})
-    return {unit.name: median(one[unit.name] for one in rounds) for unit in units}
+    return {unit.name: median(taken[unit.name] for taken in rounds) for unit in units}
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def _with_all_names() -> inspect.Signature:
     """diffusers reads from the signature what a configuration may say."""
     theirs = [*inspect.signature(UNet2DConditionModel.__init__).parameters.values()]
     own = inspect.signature(ASDMUNet2DConditionModel.__init__).parameters.values()
-    ours = [one for one in own if one.kind is one.KEYWORD_ONLY]
+    ours = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
     return inspect.Signature([*theirs, *ours])
 
 
@@ -96,14 +96,14 @@ def is_changed(config: Mapping[str, Any]) -> bool:
 
 def _block(unet: Any, name: str) -> tuple[nn.Module, int]:
     """The block of a name, and by how much its maps are smaller than the latents."""
-    found, last = _NAME.fullmatch(name), len(unet.down_blocks) - 1
-    number = int(found[2] or 0) if found is not None else 0
-    if found is None or number > last or (not found[1] and unet.mid_block is None):
+    match, last = _NAME.fullmatch(name), len(unet.down_blocks) - 1
+    number = int(match[2] or 0) if match is not None else 0
+    if match is None or number > last or (not match[1] and unet.mid_block is None):
         middle = ", mid" if unet.mid_block is not None else ""
         raise BadInputError(f"this UNet has no block {name!r}: it has dn0 to dn{last}{middle}, and up0 to up{last}")
-    if not found[1]:
+    if not match[1]:
         return unet.mid_block, 1 << last
-    if found[1] == "dn":
+    if match[1] == "dn":
         return unet.down_blocks[number], 1 << number
     return unet.up_blocks[number], 1 << (last - number)
 
@@ -112,10 +112,10 @@ def _give_experts(block: nn.Module, experts: int) -> None:
     plain = [(path, module) for path, module in block.named_modules() if isinstance(module, nn.Conv2d)]
     for path, conv in plain:
         if conv.kernel_size == (3, 3):
-            made = CondConv2d(conv.in_channels, conv.out_channels, experts, conv.stride, conv.padding)
-            made.weight = nn.Parameter(conv.weight.detach().repeat(experts, 1, 1, 1))
-            made.bias = nn.Parameter(conv.bias.detach().repeat(experts))  # type: ignore[union-attr]
-            _put(block, path, made)
+            layer = CondConv2d(conv.in_channels, conv.out_channels, experts, conv.stride, conv.padding)
+            layer.weight = nn.Parameter(conv.weight.detach().repeat(experts, 1, 1, 1))
+            layer.bias = nn.Parameter(conv.bias.detach().repeat(experts))  # type: ignore[union-attr]
+            _put(block, path, layer)
 
 
 def _give_regions(block: nn.Module, side: int, factor: int) -> None:

@@ -72,22 +72,22 @@ def changed(unet: Any, changes: BlockChanges, whole: Mapping[str, Tensor], relat
     blocks = changes.blocks or ("dn0", f"up{len(unet.up_blocks) - 1}")
     config = {name: value for name, value in unet.config.items() if not name.startswith("_")}
     with torch.device("meta"):
-        made: Any = ASDMUNet2DConditionModel.from_config({**config, **ours, "changed_blocks": [*blocks]})
+        result: Any = ASDMUNet2DConditionModel.from_config({**config, **ours, "changed_blocks": [*blocks]})
     generator = torch.Generator().manual_seed(changes.seed)
     weights = unet.state_dict()
-    for path, module in made.named_modules():
+    for path, module in result.named_modules():
         if isinstance(module, CondConv2d):
             inherited = [_layer(whole, other) for other in relatives(path)]
             weights |= _experts(path, module, _layer(weights, path), inherited, generator)
-    missing = {name: empty for name, empty in made.state_dict().items() if name not in weights}
+    missing = {name: empty for name, empty in result.state_dict().items() if name not in weights}
     if changes.regions is not None and not missing:
         raise BadInputError(
             f"{' and '.join(blocks)} have no self-attention that regions could divide: name other blocks"
         )
     device = next(iter(weights.values())).device
     weights |= {name: torch.zeros_like(empty, device=device) for name, empty in missing.items()}
-    made.load_state_dict(weights, assign=True)
-    return nn.Module.to(made, unet.dtype).eval().requires_grad_(False)
+    result.load_state_dict(weights, assign=True)
+    return nn.Module.to(result, unet.dtype).eval().requires_grad_(False)
 
 
 _Layer = tuple[Tensor, Tensor]
@@ -98,24 +98,24 @@ def _layer(weights: Mapping[str, Tensor], path: str) -> _Layer:
 
 
 def _experts(
-    path: str, module: CondConv2d, kept: _Layer, inherited: list[_Layer], generator: torch.Generator
+    path: str, module: CondConv2d, pair: _Layer, inherited: list[_Layer], generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Weights of a convolution with several experts, by name."""
-    others = [one for one in inherited if one[0].shape == kept[0].shape][: module.experts - 1]
-    drawn = [_drawn(kept, generator) for _ in range(module.experts - 1 - len(others))]
-    kernels, biases = zip(kept, *others, *drawn, strict=True)
+    others = [layer for layer in inherited if layer[0].shape == pair[0].shape][: module.experts - 1]
+    drawn = [_drawn(pair, generator) for _ in range(module.experts - 1 - len(others))]
+    kernels, biases = zip(pair, *others, *drawn, strict=True)
     router = torch.zeros(module.experts)
     router[0] = torch.tensor(_FIRST_SHARE / (1 - _FIRST_SHARE) * (module.experts - 1)).log()
     return {
         f"{path}.weight": torch.cat(kernels),
         f"{path}.bias": torch.cat(biases),
-        f"{path}.router_weight": kept[0].new_zeros(module.experts, module.in_channels),
-        f"{path}.router_bias": router.to(kept[0]),
+        f"{path}.router_weight": pair[0].new_zeros(module.experts, module.in_channels),
+        f"{path}.router_bias": router.to(pair[0]),
     }
 
 
-def _drawn(kept: _Layer, generator: torch.Generator) -> _Layer:
-    """A random layer with the shapes of ``kept``, with torch's default initialisation."""
-    bound: float = kept[0][0].numel() ** -0.5
-    kernel, bias = (bound * (2 * torch.rand(one.shape, generator=generator) - 1) for one in kept)
-    return kernel.to(kept[0]), bias.to(kept[1])
+def _drawn(pair: _Layer, generator: torch.Generator) -> _Layer:
+    """A random layer with the shapes of ``pair``, with torch's default initialisation."""
+    bound: float = pair[0][0].numel() ** -0.5
+    kernel, bias = (bound * (2 * torch.rand(tensor.shape, generator=generator) - 1) for tensor in pair)
+    return kernel.to(pair[0]), bias.to(pair[1])

@@ -62,7 +62,7 @@ class CondConv2d(nn.Module):
         biases = shares @ self.bias.reshape(self.experts, -1)
         each = zip(x.split(1), kernels.split(1), biases, strict=True)
         convolved = [
-            F.conv2d(one, kernel.view(self.out_channels, self.in_channels, 3, 3), bias, self.stride, self.padding)
-            for one, kernel, bias in each
+            F.conv2d(strip, kernel.view(self.out_channels, self.in_channels, 3, 3), bias, self.stride, self.padding)
+            for strip, kernel, bias in each
         ]
         return torch.cat(convolved) if len(convolved) > 1 else convolved[0]

@@ -44,13 +44,13 @@ def recorded(config: Mapping[str, Any]) -> tuple[list[int], Cut]:
     if note is None:
         return layers_per_block(config), whole(config)
     try:
-        down, up = (tuple(tuple(map(int, kept)) for kept in note[side]) for side in ("down", "up"))
+        down, up = (tuple(tuple(map(int, layers)) for layers in note[side]) for side in ("down", "up"))
         layers, cut = [int(number) for number in note["layers"]], Cut(down, up, bool(note["mid"]))
     except (TypeError, KeyError, ValueError):
         raise CheckpointError(f"the UNet's configuration is damaged: {KEPT} is {note!r}") from None
     here = whole(config)
-    same = [[len(kept) for kept in side] for side in (cut.down, cut.up)]
-    if same != [[len(kept) for kept in side] for side in (here.down, here.up)] or len(layers) < len(down):
+    same = [[len(block) for block in side] for side in (cut.down, cut.up)]
+    if same != [[len(block) for block in side] for side in (here.down, here.up)] or len(layers) < len(down):
         raise CheckpointError(f"the UNet's configuration is damaged: {KEPT} lists other layers than it has")
     return layers, cut
 
@@ -81,5 +81,5 @@ def put_together(compressed: Mapping[str, Any], original: Mapping[str, Any], blo
     return note_of(others, cut)
 
 
-def _of(before: Sequence[Sequence[int]], kept: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(block[layer] for layer in layers) for block, layers in zip(before, kept, strict=False))
+def _of(before: Sequence[Sequence[int]], remaining: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(block[layer] for layer in layers) for block, layers in zip(before, remaining, strict=False))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def digest_of(tensors: Iterable[Tensor], *words: str) -> str:
     """Eight digits that hang on every bit of ``tensors`` and on ``words``, on any machine and number of threads."""
-    found = hashlib.sha256("\0".join(words).encode())
+    digest = hashlib.sha256("\0".join(words).encode())
     for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()[:8]
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:8]

@@ -68,7 +68,7 @@ def distil(
     data: Encoded,
     run: TrainingRun,
     checkpoint: Path,
-    told: Told,
+    report: Told,
     stopped: Callable[[], bool] = bool,
 ) -> Any:
     """Train ``student``; return the average of its weights as a new UNet, in float32 on the CPU.
@@ -80,7 +80,7 @@ def distil(
         vae: autoencoder for the semantic term.
         schedule: a scheduler of diffusers; its betas and its prediction type are used.
         checkpoint: a file; an interrupted training with the same options resumes from it.
-        told: called with a step's number and the means of the loss terms since the last call.
+        report: called with a step's number and the means of the loss terms since the last call.
         stopped: called after each step; True stops the training and saves it.
 
     Raises:
@@ -105,7 +105,7 @@ def distil(
         if step % run.every == 0 or step == run.steps or ending:
             if accelerator.is_main_process:
                 _keep(checkpoint, identity, training, step)
-                told(step, {name: fmean(each[name] for each in since) for name in terms})
+                report(step, {name: fmean(each[name] for each in since) for name in terms})
             since.clear()
         progress.report("distil", step, run.steps)
         if ending and step < run.steps:
@@ -113,10 +113,10 @@ def distil(
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return None
-    made = training.inner
-    training.average.copy_to(made.parameters())
-    made.set_attn_processor(training.processors)
-    return made.cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
+    student_unet = training.inner
+    training.average.copy_to(student_unet.parameters())
+    student_unet.set_attn_processor(training.processors)
+    return student_unet.cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
 
 
 def _prepared(
@@ -196,7 +196,10 @@ def _attend_plainly(unet: Any) -> None:
     from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
     processors = unet.attn_processors
-    plain = {key: AttnProcessor() if type(one) is AttnProcessor2_0 else one for key, one in processors.items()}
+    plain = {
+        key: AttnProcessor() if type(processor) is AttnProcessor2_0 else processor
+        for key, processor in processors.items()
+    }
     unet.set_attn_processor(plain)
 
 
@@ -255,7 +258,7 @@ class _Training:
         if self.features is not None:
             # The least noisy quarter, which comes first; at higher levels no picture is visible yet.
             few = max(1, len(clean) // 4)
-            pictures = [self._pictures(noisy[:few], one[:few], levels[:few]) for one in (output, target)]
+            pictures = [self._pictures(noisy[:few], some[:few], levels[:few]) for some in (output, target)]
             terms["semantic"] = semantic_term(*(self.features(each) for each in pictures))
         return terms
 
@@ -263,15 +266,17 @@ class _Training:
         alphas = self.schedule.alphas_cumprod.to(levels.device)[levels].view(-1, 1, 1, 1)
         clean = clean_of(noisy, output, alphas, self.schedule.config.prediction_type)
         latents = clean / self.vae.config.scaling_factor
-        found: Tensor = self.vae.decode(latents).sample
-        return found
+        pictures: Tensor = self.vae.decode(latents).sample
+        return pictures
 
 
 def _identity(run: TrainingRun, processes: int, teacher: Any, student: Any, data: Encoded) -> dict[str, Any]:
     """Facts that must be equal for a run to resume; steps and checkpoint interval may differ."""
     named = asdict(run)
     del named["steps"], named["every"]
-    models = {name: digest_of(one.state_dict().values()) for name, one in (("teacher", teacher), ("student", student))}
+    models = {
+        name: digest_of(model.state_dict().values()) for name, model in (("teacher", teacher), ("student", student))
+    }
     return {**named, **models, "data": data.digest, "processes": processes}
 
 

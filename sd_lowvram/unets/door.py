@@ -14,8 +14,8 @@ def _command() -> Any:
     return _of(".commands.unet").unet
 
 
-def _cut_unet(*given: Any) -> Any:
-    return _of(".checkpoints.unet_layout").cut_unet(*given)
+def _cut_unet(*inputs: Any) -> Any:
+    return _of(".checkpoints.unet_layout").cut_unet(*inputs)
 
 
 def _of(name: str) -> Any:

@@ -92,12 +92,12 @@ def ground_of(teacher: Any, items: list[Captioned], features: Features, draw: Dr
         BadInputError: as :func:`prompts_of`; a file that is not a picture.
     """
     prompts, places = prompts_of(items, draw)
-    known, seen = [], []
+    originals, seen = [], []
     for part in read_pictures(items, own_side(teacher.unet)):  # a few at a time: thousands would not fit
-        known.append(_small(part))
+        originals.append(_small(part))
         seen.append(_pooled(features, part))
-        progress.report("training pictures", sum(map(len, known)), len(items))
-    return Ground(prompts, places, torch.cat(known), torch.cat(seen), features)
+        progress.report("training pictures", sum(map(len, originals)), len(items))
+    return Ground(prompts, places, torch.cat(originals), torch.cat(seen), features)
 
 
 def prompts_of(items: list[Captioned], draw: Draw) -> tuple[list[str], Tensor]:
@@ -135,12 +135,12 @@ def measures(pictures: Tensor, teacher: Tensor, ground: Ground) -> dict[str, flo
     """ "psnr" (dB, mean over pictures) and "difference" (mean, of 255) from the teacher's pictures of the same seeds,
     "retrieved" (the share of pictures to which the prompt's own training picture is the nearest), "frechet" and "score"
     of :func:`frechet_distance` and :func:`picture_score`."""
-    found = _pooled(ground.features, pictures)
+    maps = _pooled(ground.features, pictures)
     return {
         **agreement(pictures, teacher),
         "retrieved": float((nearest(pictures, ground.known) == ground.places).float().mean()),
-        "frechet": frechet_distance(found, ground.seen),
-        "score": picture_score(found, ground.seen),
+        "frechet": frechet_distance(maps, ground.seen),
+        "score": picture_score(maps, ground.seen),
     }
 
 
@@ -156,14 +156,14 @@ def drawn_by(pipe: Any, prompts: Sequence[str], draw: Draw, offset: int = 0, tur
     for start in range(0, len(prompts), AT_ONCE):
         some = [*prompts[start : start + AT_ONCE]]
         seeds = [draw.seed + offset + start + place for place in range(len(some))]
-        made = pipe(
+        output = pipe(
             some,
             num_inference_steps=draw.steps,
             guidance_scale=draw.guidance,
             generator=[torch.Generator().manual_seed(seed) for seed in seeds],
             output_type="pt",
         )
-        parts.append(made.images.float().cpu() * 2 - 1)
+        parts.append(output.images.float().cpu() * 2 - 1)
         count = len(prompts)
         progress.report("pictures", turn[0] * count + start + len(some), turn[1] * count)
     return torch.cat(parts)
@@ -176,9 +176,9 @@ def agreement(pictures: Tensor, others: Tensor) -> dict[str, float]:
     return {"psnr": float((-10 * squares.log10()).mean()), "difference": 255 * float(apart.abs().mean())}
 
 
-def nearest(pictures: Tensor, known: Tensor) -> Tensor:
-    """Index of the nearest of ``known`` for each picture, both scaled down to 16x16."""
-    return torch.cdist(_small(pictures).flatten(1), _small(known).flatten(1)).argmin(dim=1)
+def nearest(pictures: Tensor, originals: Tensor) -> Tensor:
+    """Index of the nearest of ``originals`` for each picture, both scaled down to 16x16."""
+    return torch.cdist(_small(pictures).flatten(1), _small(originals).flatten(1)).argmin(dim=1)
 
 
 def _small(pictures: Tensor) -> Tensor:
@@ -205,16 +205,16 @@ def frechet_distance(ours: Tensor, theirs: Tensor) -> float:
     return float((means[0] - means[1]).square().sum()) + spread - 2 * shared
 
 
-def picture_score(ours: Tensor, known: Tensor) -> float:
+def picture_score(ours: Tensor, originals: Tensor) -> float:
     """An inception score (Salimans et al. 2016) whose classes are the training pictures.
 
     It is 1 if all pictures are similar, or each is similar to all classes, and the number of pictures if each has its
     own class. The probability of a class falls with the squared distance of features (pictures, channels), in units of
     a tenth of the median distance between a training picture and its nearest neighbour.
     """
-    among = torch.cdist(known, known).fill_diagonal_(torch.inf)
+    among = torch.cdist(originals, originals).fill_diagonal_(torch.inf)
     unit = among.min(dim=1).values.square().median().clamp_min(1e-12) / 10
-    logs = (-torch.cdist(ours, known).square() / unit).log_softmax(dim=1)
+    logs = (-torch.cdist(ours, originals).square() / unit).log_softmax(dim=1)
     mean = logs.exp().mean(dim=0).clamp_min(1e-300).log()
     return float((logs.exp() * (logs - mean)).sum(dim=1).mean().exp())
 
@@ -232,5 +232,5 @@ def step_times(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
         return lambda: [unet(latents, 500, text).sample for _ in range(STEPS_TIMED)][-1]
 
     with torch.inference_mode():
-        found = compare(steps(teacher), steps(student), pairs, torch.device("cpu"))
-    return {**found, **{name: found[name] / STEPS_TIMED for name in ("plain_seconds", "seconds")}}
+        comparison = compare(steps(teacher), steps(student), pairs, torch.device("cpu"))
+    return {**comparison, **{name: comparison[name] / STEPS_TIMED for name in ("plain_seconds", "seconds")}}

@@ -24,9 +24,9 @@ def frozen_features(name: str, device: torch.device | str = "cpu") -> Features:
     """
     if name not in NETS:
         raise BadInputError(f"the network {name!r} is unknown: choose one of {', '.join(NETS)}")
-    made = _efficientnet(device) if name == "efficientnet" else _vgg16(device)
+    network = _efficientnet(device) if name == "efficientnet" else _vgg16(device)
     mean, deviation = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (_MEAN, _DEVIATION))
-    return lambda pictures: made((pictures.float() / 2 + 0.5 - mean) / deviation)
+    return lambda pictures: network((pictures.float() / 2 + 0.5 - mean) / deviation)
 
 
 def _efficientnet(device: torch.device | str) -> Features:

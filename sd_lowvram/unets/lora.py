@@ -70,47 +70,47 @@ def lora_for(unet: Any, lora: Mapping[str, Tensor] | str | Path) -> dict[str, Te
             record of removed layers.
     """
     check_unet(unet)
-    given = _read(lora) if isinstance(lora, (str, Path)) else dict(lora)
-    if not any(mark in name for name in given for mark in _TENSORS):
-        raise BadInputError(f"{_told(lora)} is not a LoRA: none of its {len(given)} tensors is called as theirs are")
+    tensors = _read(lora) if isinstance(lora, (str, Path)) else dict(lora)
+    if not any(mark in name for name in tensors for mark in _TENSORS):
+        raise BadInputError(f"{_told(lora)} is not a LoRA: none of its {len(tensors)} tensors is called as theirs are")
     layers, cut = recorded(unet.config)
     new_places, numbers = _places(layers, cut), _Numbers(layers, cut)
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     gone: set[Layer] = set()
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         layer = _layer_of(name, numbers)
         if layer is None:
-            found[name] = tensor
+            renamed[name] = tensor
         elif layer not in new_places:
             raise BadInputError(_beyond(lora, layer))
         elif (place := new_places[layer]) is None:
             gone.add(layer)
         else:
             new = _renamed(name, place, numbers)
-            found[new] = _narrowed(new, tensor, unet)
-    told = ", ".join(map(_called, sorted(gone)))
-    if gone and all(name.startswith(_TEXT) for name in found):
-        raise BadInputError(f"nothing of {_told(lora)} is left for this UNet: it changes layers that were cut, {told}")
+            renamed[new] = _narrowed(new, tensor, unet)
+    lost = ", ".join(map(_called, sorted(gone)))
+    if gone and all(name.startswith(_TEXT) for name in renamed):
+        raise BadInputError(f"nothing of {_told(lora)} is left for this UNet: it changes layers that were cut, {lost}")
     if gone:
-        warnings.warn(f"layers that were cut are left out of {_told(lora)}: {told}", stacklevel=2)
-    return found
+        warnings.warn(f"layers that were cut are left out of {_told(lora)}: {lost}", stacklevel=2)
+    return renamed
 
 
 def _places(layers: Sequence[int], cut: Cut) -> dict[Layer, Layer | None]:
     """Each layer of the whole UNet and its place in the one that was cut, None where it is gone."""
     gone = len(layers) - len(cut.down)
-    kept = {("down", number): (number, here) for number, here in enumerate(cut.down)}
-    kept |= {("up", gone + number): (number, here) for number, here in enumerate(cut.up)}
-    found: dict[Layer, Layer | None] = {("mid", 0, 0): ("mid", 0, 0) if cut.mid else None}
+    blocks = {("down", number): (number, here) for number, here in enumerate(cut.down)}
+    blocks |= {("up", gone + number): (number, here) for number, here in enumerate(cut.up)}
+    places: dict[Layer, Layer | None] = {("mid", 0, 0): ("mid", 0, 0) if cut.mid else None}
     for side, counts in (("down", layers), ("up", [number + 1 for number in reversed(layers)])):
         for block, count in enumerate(counts):
-            new, here = kept.get((side, block), (0, ()))
+            new, here = blocks.get((side, block), (0, ()))
             for layer in range(count):
-                found[side, block, layer] = (side, new, here.index(layer)) if layer in here else None
+                places[side, block, layer] = (side, new, here.index(layer)) if layer in here else None
             if block < len(layers) - 1:
                 last = side == "down" and new == len(cut.down) - 1
-                found[side, block, _SAMPLER] = (side, new, _SAMPLER) if here and not last else None
-    return found
+                places[side, block, _SAMPLER] = (side, new, _SAMPLER) if here and not last else None
+    return places
 
 
 class _Numbers:
@@ -118,7 +118,7 @@ class _Numbers:
 
     def __init__(self, layers: Sequence[int], cut: Cut) -> None:
         self.layers = dict(_counted(layers))
-        self.here = {layer: number for number, layer in _counted([len(kept) for kept in cut.down])}
+        self.here = {layer: number for number, layer in _counted([len(layers) for layers in cut.down])}
 
 
 def _counted(layers: Sequence[int]) -> Iterator[tuple[tuple[str, int], Layer]]:
@@ -140,10 +140,10 @@ def _layer_of(name: str, numbers: _Numbers) -> Layer | None:
     """The layer of the whole UNet that a tensor is for; None: no layer's."""
     if _MIDDLE.search(name):
         return "mid", 0, 0
-    if found := _DIFFUSERS.search(name):
-        return found[1], int(found[3]), _SAMPLER if found[5].endswith("samplers") else int(found[7])
-    if (found := _COMPVIS.search(name)) and (found[1], int(found[3])) != ("input", 0):
-        number = found[1], int(found[3])
+    if match := _DIFFUSERS.search(name):
+        return match[1], int(match[3]), _SAMPLER if match[5].endswith("samplers") else int(match[7])
+    if (match := _COMPVIS.search(name)) and (match[1], int(match[3])) != ("input", 0):
+        number = match[1], int(match[3])
         return numbers.layers.get(number, ("down" if number[0] == "input" else "up", _BEYOND, number[1]))
     return None
 
@@ -153,14 +153,14 @@ def _renamed(name: str, place: Layer, numbers: _Numbers) -> str:
     side, block, layer = place
     if side == "mid":
         return name
-    if found := _DIFFUSERS.search(name):
-        number = found[7] if layer == _SAMPLER else layer
-        new = f"{side}_blocks{found[2]}{block}{found[4]}{found[5]}{found[6]}{number}"
+    if match := _DIFFUSERS.search(name):
+        number = match[7] if layer == _SAMPLER else layer
+        new = f"{side}_blocks{match[2]}{block}{match[4]}{match[5]}{match[6]}{number}"
     else:
-        found = _COMPVIS.search(name)
-        assert found is not None
-        new = f"{found[1]}_blocks{found[2]}{numbers.here[place][1]}"
-    return name[: found.start()] + new + name[found.end() :]
+        match = _COMPVIS.search(name)
+        assert match is not None
+        new = f"{match[1]}_blocks{match[2]}{numbers.here[place][1]}"
+    return name[: match.start()] + new + name[match.end() :]
 
 
 def _narrowed(name: str, tensor: Tensor, unet: Any) -> Tensor:

@@ -81,38 +81,38 @@ def cut_by_names(config: Mapping[str, Any], keep: Collection[str] = (), drop: Co
 
 def _parts(full: Cut, name: str) -> list[str]:
     """Layers of a name."""
-    found = _NAME.fullmatch(name.strip())
-    if found is None:
+    match = _NAME.fullmatch(name.strip())
+    if match is None:
         raise BadInputError(
             f"{name!r} names no layer: dn0.1 is the second layer of the outermost down block, mid the middle"
         )
-    if found[1] is None:
+    if match[1] is None:
         return ["mid"]
-    blocks = full.down if found[1] == "dn" else full.up
-    number = int(found[2])
+    blocks = full.down if match[1] == "dn" else full.up
+    number = int(match[2])
     layers = blocks[number] if number < len(blocks) else ()
-    chosen = layers if found[3] is None else [layer for layer in layers if layer == int(found[3])]
+    chosen = layers if match[3] is None else [layer for layer in layers if layer == int(match[3])]
     if not chosen:
-        last = f"dn{len(blocks) - 1}" if found[1] == "dn" else f"up{len(blocks) - 1}"
+        last = f"dn{len(blocks) - 1}" if match[1] == "dn" else f"up{len(blocks) - 1}"
         raise BadInputError(
             f"this UNet has no {name}: its blocks go up to {last}" + (f", with {len(layers)} layers" if layers else "")
         )
-    return [f"{found[1]}{number}.{layer}" for layer in chosen]
+    return [f"{match[1]}{number}.{layer}" for layer in chosen]
 
 
 def _check_path(full: Cut, cut: Cut) -> None:
     """Refuse what would leave maps without a taker, or layers with other channels than they were made for."""
     blocks, gone = len(cut.down), len(full.down) - len(cut.down)
-    for number, kept in enumerate(cut.down):
+    for number, own in enumerate(cut.down):
         across = blocks - 1 - number
         names = f"dn{number}", f"up{gone + across}"
         above = cut.up[across]
-        if len(above) != len(kept) + 1:
+        if len(above) != len(own) + 1:
             raise BadInputError(
-                f"{names[0]} would keep {len(kept)} layers and {names[1]} {len(above)}: each layer of {names[0]} gives "
+                f"{names[0]} would keep {len(own)} layers and {names[1]} {len(above)}: each layer of {names[0]} gives "
                 f"{names[1]} a skip connection, and {names[1]} needs one layer more"
             )
-        if not kept or kept[0] != 0:
+        if not own or own[0] != 0:
             raise BadInputError(f"{names[0]}.0 cannot be cut: it alone takes the map of the block before it")
         if {0, full.up[gone + across][-1]} - {*above}:
             raise BadInputError(
@@ -133,11 +133,11 @@ def _check_middle(config: Mapping[str, Any], cut: Cut) -> None:
     """Refuse a middle block that would follow a block unlike the one that it was made for."""
     blocks = len(cut.down)
     for name in _OF_THE_MIDDLE if cut.mid else ():
-        given = config.get(name)
-        if isinstance(given, (list, tuple)) and given[blocks - 1] != given[-1]:
+        value = config.get(name)
+        if isinstance(value, (list, tuple)) and value[blocks - 1] != value[-1]:
             raise BadInputError(
-                f"the middle block was made for the innermost blocks, which are cut: {name} is {given[-1]} there and "
-                f"{given[blocks - 1]} in what is left; drop mid, too"
+                f"the middle block was made for the innermost blocks, which are cut: {name} is {value[-1]} there and "
+                f"{value[blocks - 1]} in what is left; drop mid, too"
             )
 
 
@@ -166,18 +166,18 @@ def pruned(unet: Any, cut: Cut, changes: BlockChanges | None = None) -> Any:
 
 def origins(cut: Cut, blocks: int) -> dict[str, str]:
     """Path in the UNet that ``cut`` leaves -> path in the whole one, which has so many ``blocks``."""
-    found = {name: name for name in _ALWAYS}
+    paths = {name: name for name in _ALWAYS}
     if cut.mid:
-        found["mid_block"] = "mid_block"
+        paths["mid_block"] = "mid_block"
     gone = blocks - len(cut.down)
     sides = ("down_blocks", 0, "downsamplers", cut.down), ("up_blocks", gone, "upsamplers", cut.up)
     for side, first, samplers, all_kept in sides:
-        for number, kept in enumerate(all_kept):
+        for number, layers in enumerate(all_kept):
             new, old = f"{side}.{number}", f"{side}.{first + number}"
-            found[f"{new}.{samplers}"] = f"{old}.{samplers}"
-            for place, layer in enumerate(kept):
-                found |= {f"{new}.{kind}.{place}": f"{old}.{kind}.{layer}" for kind in ("resnets", "attentions")}
-    return found
+            paths[f"{new}.{samplers}"] = f"{old}.{samplers}"
+            for place, layer in enumerate(layers):
+                paths |= {f"{new}.{kind}.{place}": f"{old}.{kind}.{layer}" for kind in ("resnets", "attentions")}
+    return paths
 
 
 def relatives(cut: Cut, full: Cut) -> Relatives:
@@ -185,7 +185,7 @@ def relatives(cut: Cut, full: Cut) -> Relatives:
     gone = len(full.down) - len(cut.down)
     sides = {"down_blocks": (0, full.down, cut.down), "up_blocks": (gone, full.up, cut.up)}
 
-    def found(path: str) -> list[str]:
+    def find(path: str) -> list[str]:
         side, _, rest = path.partition(".")
         number, _, inside = rest.partition(".")
         if side not in sides or not inside.startswith("resnets."):
@@ -195,7 +195,7 @@ def relatives(cut: Cut, full: Cut) -> Relatives:
         name = inside.split(".", 2)[2]
         return [f"{side}.{first + int(number)}.resnets.{layer}.{name}" for layer in layers]
 
-    return found
+    return find
 
 
 def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, str]]]) -> Any:
@@ -208,7 +208,7 @@ def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, 
     # A name under "_use_default_values" would be reset to its default, whatever its value is now.
     asked = {name: value for name, value in config.items() if name == KEPT or not name.startswith("_")}
     with torch.device("meta"):
-        made = (ASDMUNet2DConditionModel if is_changed(config) else UNet2DConditionModel).from_config(asked)
+        model = (ASDMUNet2DConditionModel if is_changed(config) else UNet2DConditionModel).from_config(asked)
     weights: dict[str, torch.Tensor] = {}
     for unet, places in parts:
         state = unet.state_dict()
@@ -216,9 +216,9 @@ def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, 
             inside = (name for name in state if name.startswith(old + "."))
             weights |= {new + name.removeprefix(old): state[name].detach().clone() for name in inside}
     hidden = config["block_out_channels"][-1]
-    wanted = {name: weight.shape for name, weight in made.state_dict().items()}
-    made.load_state_dict({name: _narrowed(name, weights[name], wanted[name], hidden) for name in wanted}, assign=True)
-    return nn.Module.to(made, first.dtype).eval().requires_grad_(False)  # diffusers' own `to` warns of float32 parts
+    wanted = {name: weight.shape for name, weight in model.state_dict().items()}
+    model.load_state_dict({name: _narrowed(name, weights[name], wanted[name], hidden) for name in wanted}, assign=True)
+    return nn.Module.to(model, first.dtype).eval().requires_grad_(False)  # diffusers' own `to` warns of float32 parts
 
 
 def _narrowed(name: str, weight: torch.Tensor, shape: torch.Size, hidden: int) -> torch.Tensor:
@@ -237,5 +237,5 @@ def narrowed(weight: torch.Tensor, axis: int, channels: int, hidden: int) -> tor
     more = weight.shape[axis] - channels
     if more <= 0:
         return weight
-    kept = channels - hidden
-    return torch.cat([weight.narrow(axis, 0, hidden), weight.narrow(axis, hidden + more, kept)], axis)
+    remaining = channels - hidden
+    return torch.cat([weight.narrow(axis, 0, hidden), weight.narrow(axis, hidden + more, remaining)], axis)

@@ -58,11 +58,11 @@ def at_hand() -> AtHand:
     return AtHand(file, folder)
 
 
-def published_measures(known: Iterable[Tensor], weights: AtHand) -> Measures:
+def published_measures(originals: Iterable[Tensor], weights: AtHand) -> Measures:
     """The three measures.
 
     Args:
-        known: the real pictures that FID compares with, in batches (count, 3, H, W) of -1..1.
+        originals: the real pictures that FID compares with, in batches (count, 3, H, W) of -1..1.
 
     Raises:
         BadInputError: weights cannot be read.
@@ -75,17 +75,17 @@ def published_measures(known: Iterable[Tensor], weights: AtHand) -> Measures:
     file = str(weights.inception)
     score, clip = InceptionScore(_classes(file), normalize=True), CLIPScore(lambda: (model, processor))
     fid = FrechetInceptionDistance(normalize=True, reset_real_features=False, feature_extractor_weights_path=file)
-    for some in known:
+    for some in originals:
         _in_parts(some, lambda part, _: fid.update(part / 2 + 0.5, real=True))
 
     def measures(pictures: Tensor, prompts: Sequence[str]) -> dict[str, float]:
         _in_parts(pictures, lambda part, _: fid.update(part / 2 + 0.5, real=False))
         _in_parts(pictures, lambda part, _: score.update(part / 2 + 0.5))
         _in_parts(pictures, lambda part, at: clip.update(_bytes(part), [*prompts[at : at + len(part)]]))
-        found = {"fid": fid.compute(), "inception_score": _score_of(score), "clip_score": clip.compute()}
+        scores = {"fid": fid.compute(), "inception_score": _score_of(score), "clip_score": clip.compute()}
         for each in (fid, score, clip):
             each.reset()
-        return {name: float(value) for name, value in found.items()}
+        return {name: float(value) for name, value in scores.items()}
 
     return measures
 
@@ -114,8 +114,8 @@ def _score_of(score: Any) -> Tensor:
     """The mean over its ten groups, which are drawn by lot: the same lot every time."""
     drawn = functools.partial(torch.randperm, generator=torch.Generator().manual_seed(0))
     with Answered({torch.randperm: drawn}):
-        found: Tensor = score.compute()[0]
-    return found
+        mean_score: Tensor = score.compute()[0]
+    return mean_score
 
 
 def _clip_folder() -> Path | None:
@@ -151,8 +151,8 @@ def _as_tensor(features: Callable[..., Any]) -> Callable[..., Tensor]:
     """Since transformers 5 the features come in an output of several; torchmetrics takes the tensor alone."""
 
     def taken(*args: Any, **kwargs: Any) -> Tensor:
-        found = features(*args, **kwargs)
-        alone: Tensor = getattr(found, "pooler_output", found)
+        output = features(*args, **kwargs)
+        alone: Tensor = getattr(output, "pooler_output", output)
         return alone
 
     return taken

@@ -121,7 +121,7 @@ class RegionalAttention(nn.Module):
 
     def _attended(self, rows: RegionRow, columns: RegionRow, *maps: Tensor) -> Tensor:
         """Attend within a rectangle of regions of one size; return the results in their places."""
-        query, key, value = (self._regions(one, rows, columns) for one in maps)
+        query, key, value = (self._regions(tensor, rows, columns) for tensor in maps)
         attended = F.scaled_dot_product_attention(query, key, value)
         attended = attended.view(-1, rows.number, columns.number, self.heads, rows.size, columns.size, query.shape[-1])
         return attended.permute(0, 1, 4, 2, 5, 3, 6).reshape(-1, rows.total, columns.total, maps[0].shape[-1])
@@ -205,7 +205,7 @@ def region_sizes(total: int, side: int) -> list[int]:
 
 def runs(sizes: list[int]) -> list[RegionRow]:
     """Regions of ``sizes`` with neighbours of one size together."""
-    found: list[RegionRow] = []
+    rows: list[RegionRow] = []
     for size, alike in itertools.groupby(sizes):
-        found.append(RegionRow(found[-1].stop if found else 0, len([*alike]), size))
-    return found
+        rows.append(RegionRow(rows[-1].stop if rows else 0, len([*alike]), size))
+    return rows

@@ -123,7 +123,7 @@ def _put_back(pipe: Any, own: Any) -> Iterator[None]:
 def _change(pipe: Any, settings: Settings, approximate: bool, old: _Turn | None, new: _Turn) -> None:
     """Put the UNet of ``new`` and the hooks of its plan in place of those of ``old``, which leave first."""
     if old is not None:
-        old.plan = next((one.plan for one in reversed(attachments(pipe)) if one.plan), old.plan)
+        old.plan = next((attachment.plan for attachment in reversed(attachments(pipe)) if attachment.plan), old.plan)
     restore(pipe)
     pipe.register_modules(unet=new.unet)
     attach_plan(pipe, new.plan, settings, approximate)
@@ -202,10 +202,10 @@ _ALIKE = (
 """Settings of a UNet's inputs and outputs, which must be equal; layers and native size may differ."""
 
 
-def check_match(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> None:
+def check_match(own: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> None:
     """Raise BadInputError unless UNets of these configurations, of so called models, can take turns in one run."""
     for key in _ALIKE:
-        first, second = _width(one.get(key)), _width(other.get(key))
+        first, second = _width(own.get(key)), _width(other.get(key))
         if first != second:
             raise BadInputError(
                 f"the UNets {names[0]} and {names[1]} do not match: {key} is {first} in {names[0]} and {second} in "

@@ -101,13 +101,13 @@ def encoded(pipe: Any, items: list[Captioned], side: int) -> Encoded:
     models = [*pipe.vae.state_dict().values(), *pipe.text_encoder.state_dict().values()]
     latents, digests = [], [digest_of(models, *(caption for item in items for caption in ("", *item.captions)))]
     for part in read_pictures(items, side):
-        given = part.to(pipe.vae.device, pipe.vae.dtype)
-        latents.append((pipe.vae.encode(given).latent_dist.mode() * scale).float().cpu())
+        batch = part.to(pipe.vae.device, pipe.vae.dtype)
+        latents.append((pipe.vae.encode(batch).latent_dist.mode() * scale).float().cpu())
         digests.append(digest_of([part]))
 
     def embedded(texts: list[str]) -> Tensor:
-        found: Tensor = pipe.encode_prompt(texts, pipe.text_encoder.device, 1, False)[0]
-        return found.float().cpu()
+        embedded_text: Tensor = pipe.encode_prompt(texts, pipe.text_encoder.device, 1, False)[0]
+        return embedded_text.float().cpu()
 
     texts = [embedded([*item.captions]) for item in items]
     return Encoded(torch.cat(latents), texts, embedded([""]), digest_of([], *digests))

@@ -26,20 +26,20 @@ def parse_turns(text: str, others: Collection[str], what: str, remedy: str = "")
     Raises:
         BadInputError: wrong form, an unknown or unused name, or fewer than one step.
     """
-    turns = tuple(_turn(one.strip(), others, what, remedy) for one in text.split(","))
+    turns = tuple(_turn(part.strip(), others, what, remedy) for part in text.split(","))
     unused = [name for name in others if name not in {name for name, _ in turns}]
     if unused:
         raise BadInputError(f"{unused[0]} is not in {what} {text!r}: name it there, or leave it out")
     return turns
 
 
-def _turn(one: str, others: Collection[str], what: str, remedy: str) -> Turn:
-    name, _, count = one.rpartition(":")
+def _turn(turn: str, others: Collection[str], what: str, remedy: str) -> Turn:
+    name, _, count = turn.rpartition(":")
     if not NAME.fullmatch(name) or not re.fullmatch(r"-?\d{1,9}", count, re.ASCII):
-        raise BadInputError(f"{what} has {one!r} where NAME:STEPS is needed: small:10,full:15")
+        raise BadInputError(f"{what} has {turn!r} where NAME:STEPS is needed: small:10,full:15")
     if int(count) < 1:
-        raise BadInputError(f"{what} {one!r}: a UNet takes at least 1 step; leave it out, or give it some")
+        raise BadInputError(f"{what} {turn!r}: a UNet takes at least 1 step; leave it out, or give it some")
     if name != OWN and name not in others:
-        known = ", ".join((OWN, *others))
-        raise BadInputError(f"{what} names {name!r}, which is unknown: known are {known}{remedy.format(name=name)}")
+        served = ", ".join((OWN, *others))
+        raise BadInputError(f"{what} names {name!r}, which is unknown: known are {served}{remedy.format(name=name)}")
     return name, int(count)

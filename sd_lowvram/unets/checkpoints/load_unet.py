@@ -24,18 +24,18 @@ def unet_folder(path: Path) -> Path:
         CheckpointError: there is none, or its weights are missing or truncated.
     """
     path = path.expanduser()
-    found = next((one for one in (path / "unet", path) if (one / "config.json").is_file()), None)
-    if found is None or configuration_of_unet(found).get("_class_name") not in _CLASSES:
+    folder = next((candidate for candidate in (path / "unet", path) if (candidate / "config.json").is_file()), None)
+    if folder is None or configuration_of_unet(folder).get("_class_name") not in _CLASSES:
         raise CheckpointError(
             f"there is no UNet at {path}: give a folder that `unet prune`, `combine` or `distil` wrote, or the unet "
             "folder of a diffusers model"
         )
-    files = sorted(found.glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{found} has no weights: it must hold diffusion_pytorch_model.safetensors")
+        raise CheckpointError(f"{folder} has no weights: it must hold diffusion_pytorch_model.safetensors")
     for file in files:
         read_header(file)
-    return found
+    return folder
 
 
 def configuration_of_unet(folder: Path) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def configuration_of_unet(folder: Path) -> dict[str, Any]:
     """
     config = _table(folder / "config.json")
     scheduler = folder.parent / "scheduler" / "scheduler_config.json"
-    told = _table(scheduler).get("prediction_type") if scheduler.is_file() else None
-    return {**config, "prediction_type": told} if told else config
+    prediction = _table(scheduler).get("prediction_type") if scheduler.is_file() else None
+    return {**config, "prediction_type": prediction} if prediction else config
 
 
 def _table(file: Path) -> dict[str, Any]:

@@ -54,7 +54,9 @@ def check_single_file(parts: Mapping[str, Any]) -> None:
     for part, free in _FREE.items():
         ours, theirs = dict(parts[part].config), dict(usual[part].config)
         _check_alike(part, ours, {key: value for key, value in theirs.items() if key not in free})
-    texts = ({key: getattr(one["text_encoder"].config, key) for key in _OF_TEXT} for one in (parts, usual))
+    texts = (
+        {key: getattr(components["text_encoder"].config, key) for key in _OF_TEXT} for components in (parts, usual)
+    )
     _check_alike("text_encoder", *texts)
 
 

@@ -79,8 +79,8 @@ def layout_of_names(names: Iterable[str]) -> CutLayout | None:
     mid = False
     for name in names:
         mid = mid or name.startswith("middle_block.")
-        if found := _NUMBERED.match(name):
-            kinds[found[1]][int(found[2])] = found[3]
+        if match := _NUMBERED.match(name):
+            kinds[match[1]][int(match[2])] = match[3]
     down, up = kinds["input"], kinds["output"]
     layers = tuple(map(len, _runs([down.get(number, "") for number in range(1, len(down) + 1)])))
     whole = {*down} == {*range(1, len(down) + 1)} and {*up} == {*range(len(up))}
@@ -90,12 +90,12 @@ def layout_of_names(names: Iterable[str]) -> CutLayout | None:
 
 def _runs(kinds: list[str]) -> list[list[str]]:
     """The layers of each block, which samplers part."""
-    found, rest = [], [*kinds]
+    runs, rest = [], [*kinds]
     while True:
-        found.append([*takewhile("in_layers".__eq__, rest)])
-        if len(found[-1]) == len(rest):
-            return found
-        rest = rest[len(found[-1]) + 1 :]
+        runs.append([*takewhile("in_layers".__eq__, rest)])
+        if len(runs[-1]) == len(rest):
+            return runs
+        rest = rest[len(runs[-1]) + 1 :]
 
 
 def cut_unet(name: str, whole: Mapping[str, Any], header: Header, path: Path) -> OwnUNet | None:
@@ -104,15 +104,15 @@ def cut_unet(name: str, whole: Mapping[str, Any], header: Header, path: Path) ->
     Raises:
         CheckpointError: SDXL's with layers cut, or a note of which they are that cannot be understood.
     """
-    found = layout_of_names(key.removeprefix(UNET) for key in header.tensors if key.startswith(UNET))
+    layout = layout_of_names(key.removeprefix(UNET) for key in header.tensors if key.startswith(UNET))
     own = layout_of(whole)
-    if found is None or len(found.layers) > len(own.layers) or found == own:
+    if layout is None or len(layout.layers) > len(own.layers) or layout == own:
         return None
     if name == "sdxl":
         raise CheckpointError(
             f"{path} is SDXL with layers cut out of its UNet: such a model loads from a diffusers folder"
         )
-    return OwnUNet(configured(whole, found) | {KEPT: _note(header, path)})
+    return OwnUNet(configured(whole, layout) | {KEPT: _note(header, path)})
 
 
 def _note(header: Header, path: Path) -> Any:

@@ -72,8 +72,8 @@ def distil(
         console = Console(stderr=True)
         with Bars(console, not as_json).running():
             last = _trained(student, teacher, data, out, run, checkpoint, as_json)
-        told = {"out": str(out), "checkpoint": str(checkpoint), "steps": steps, "losses": last}
-        print(json.dumps(told, indent=2) if as_json else f"written: {out}")
+        summary = {"out": str(out), "checkpoint": str(checkpoint), "steps": steps, "losses": last}
+        print(json.dumps(summary, indent=2) if as_json else f"written: {out}")
 
 
 def _checkpoint_of(out: Path) -> Path:
@@ -115,11 +115,11 @@ def _trained(
         if not quiet:
             print(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in terms.items()), flush=True)
 
-    known = encoded(large, items, side)
+    pictures = encoded(large, items, side)
     with stop_between_steps() as stopped:
-        made = train(large.unet, small.unet, large.vae, large.scheduler, known, run, checkpoint, tell, stopped)
-    if made is not None:
+        trained = train(large.unet, small.unet, large.vae, large.scheduler, pictures, run, checkpoint, tell, stopped)
+    if trained is not None:
         # diffusers' own `to` warns of parts kept in float32
-        small.register_modules(unet=torch.nn.Module.to(made, own))
+        small.register_modules(unet=torch.nn.Module.to(trained, own))
         save_pipeline(small, out)
     return last

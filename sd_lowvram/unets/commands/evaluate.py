@@ -73,8 +73,8 @@ def evaluate(
 
         draw = Draw(pictures, steps, guidance, seed)
         with Bars(Console(stderr=True), not as_json).running():
-            found = _evaluated(student, teacher, data, draw, pairs, semantic, torchmetrics)
-        print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+            measured = _evaluated(student, teacher, data, draw, pairs, semantic, torchmetrics)
+        print(json.dumps(measured, indent=2) if as_json else "\n".join(_lines(measured)))
 
 
 def _evaluated(
@@ -101,16 +101,16 @@ def _evaluated(
     return {"draw": asdict(draw), "features": semantic, "pairs": pairs, "rows": rows}
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def _lines(values: dict[str, Any]) -> list[str]:
     """A line for each of the three rows, then what they say."""
     from ...files.tables import table
 
     published = {"fid": "FID", "inception_score": "inception", "clip_score": "CLIP"}
-    published = {key: head for key, head in published.items() if key in found["rows"]["teacher"]}
+    published = {key: head for key, head in published.items() if key in values["rows"]["teacher"]}
     heads = ["", "PSNR", "difference", "retrieved", "Frechet", "score", *published.values()]
     heads += ["step", "parameters", "activations"]
     cells = []
-    for name, row in found["rows"].items():
+    for name, row in values["rows"].items():
         agreed = ("-", "-") if name == "teacher" else (f"{row['psnr']:.1f} dB", f"{row['difference']:.2f}")
         drawn = [name, *agreed, f"{row['retrieved']:.0%}", f"{row['frechet']:.3f}", f"{row['score']:.2f}"]
         drawn += [f"{row[key]:.3f}" for key in published]
@@ -119,12 +119,12 @@ def _lines(found: dict[str, Any]) -> list[str]:
             counted = f"{row['parameters'] / 1e6:.1f} M", format_size(row["peak_bytes"])
             measured = [f"{1e3 * row['step_seconds']:.1f} ms", *counted]
         cells.append([*drawn, *measured])
-    draw = found["draw"]
+    draw = values["draw"]
     return [
         *table(heads, cells),
         "",
         f"{draw['pictures']} pictures of {draw['steps']} steps, the teacher's and the student's from the same seeds; "
         "difference: of 255. Retrieved: the nearest training picture is the prompt's own.",
-        f"Frechet distance and score: over the features of {found['features']}, from the training pictures.",
+        f"Frechet distance and score: over the features of {values['features']}, from the training pictures.",
         *([_PUBLISHED] if published else []),
     ]

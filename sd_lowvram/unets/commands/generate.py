@@ -95,16 +95,16 @@ def parse_schedule(text: str, named: Sequence[str]) -> tuple[ScheduledSteps, ...
 
 
 def _paths(named: Sequence[str]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for one in named:
-        name, equals, path = one.partition("=")
+    paths: dict[str, Path] = {}
+    for part in named:
+        name, equals, path = part.partition("=")
         if not equals or not path or not NAME.fullmatch(name):
-            raise BadInputError(f"--unet {one!r} must be NAME=PATH, the name of letters, digits and _.-: small=FOLDER")
-        if name == OWN or name in found:
+            raise BadInputError(f"--unet {part!r} must be NAME=PATH, the name of letters, digits and _.-: small=FOLDER")
+        if name == OWN or name in paths:
             whose = "is the model's own UNet" if name == OWN else "was given before"
-            raise BadInputError(f"--unet {one!r}: the name {name} {whose}; choose another")
-        found[name] = Path(path)
-    return found
+            raise BadInputError(f"--unet {part!r}: the name {name} {whose}; choose another")
+        paths[name] = Path(path)
+    return paths
 
 
 def paint_scheduled(job: Job, parts: Sequence[ScheduledSteps], console: Console) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def paint_scheduled(job: Job, parts: Sequence[ScheduledSteps], console: Console)
     turns = [(unets[part.name], part.steps) for part in parts]
     within: dict[str, Any] = {"vram": job.vram, "ram": job.ram, "width": job.width, "height": job.height}
     within |= {"device": device, "settings": job.settings, "approximate": job.approximate, "batch": job.batch}
-    with console.status("planning") as told, scheduled(pipe, turns, **within) as plan, terminated_as_interrupted():
-        told.stop()
+    with console.status("planning") as status, scheduled(pipe, turns, **within) as plan, terminated_as_interrupted():
+        status.stop()
         planned = time.perf_counter()
         show_plan(console, plan)
         console.print(f"seed: {job.seed}", highlight=False)
@@ -186,6 +186,6 @@ def _checked_folders(job: Job, parts: Sequence[ScheduledSteps]) -> dict[str, Pat
     own = configuration_of_unet(model / "unet") if model.is_dir() else configuration(job.model)["unet"]
     for name, folder in folders.items():
         other = configuration_of_unet(folder)
-        told = "prediction_type" in own and "prediction_type" in other
-        check_match(own, other if told else {**other, "prediction_type": own.get("prediction_type")}, (OWN, name))
+        both_say = "prediction_type" in own and "prediction_type" in other
+        check_match(own, other if both_say else {**other, "prediction_type": own.get("prediction_type")}, (OWN, name))
     return folders

@@ -43,13 +43,13 @@ def lora(
         from ...files.whole import write_whole
         from ..lora import lora_for
 
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = lora_for(empty_unet(model), lora)
-        left_out = [str(one.message) for one in told if one.category is UserWarning]
-        write_whole(save({name: tensor.contiguous() for name, tensor in found.items()}, _about(lora)), out)
+            reduced = lora_for(empty_unet(model), lora)
+        left_out = [str(warning.message) for warning in caught if warning.category is UserWarning]
+        write_whole(save({name: tensor.contiguous() for name, tensor in reduced.items()}, _about(lora)), out)
         if as_json:
-            print(json.dumps({"out": str(out), "tensors": len(found), "left_out": left_out}, indent=2))
+            print(json.dumps({"out": str(out), "tensors": len(reduced), "left_out": left_out}, indent=2))
         else:
             print("\n".join([*left_out, f"written: {out}"]))
 

@@ -86,8 +86,8 @@ def analyse(
             from ..analysis_plot import analysis_png
 
             write_whole(analysis_png(taken, _title(model), "predicted" if rates else "measured"), plot)
-        told = {"units": [asdict(unit) for unit in taken], **totals(taken), "seconds": _seconds(taken)}
-        _tell(told, _lines(taken), as_json)
+        report = {"units": [asdict(unit) for unit in taken], **totals(taken), "seconds": _seconds(taken)}
+        _tell(report, _lines(taken), as_json)
 
 
 @unet.command()
@@ -138,10 +138,10 @@ def prune(
         from ..analysis import counted
         from ..prune import pruned
 
-        made = pruned(empty, cut, changes)
+        smaller = pruned(empty, cut, changes)
         _check_changeable(empty, changes, model)
-        check_layout(out, model, made)
-        before, after = counted(empty), counted(made)
+        check_layout(out, model, smaller)
+        before, after = counted(empty), counted(smaller)
         if not dry_run:
             from rich.console import Console
 
@@ -177,9 +177,9 @@ def combine(
         from ..combine import combined
 
         empty = empty_unet(model)
-        made = combined(empty_unet(compressed), empty, blocks)
-        check_layout(out, model, made)
-        before, after = counted(empty), counted(made)
+        combined_unet = combined(empty_unet(compressed), empty, blocks)
+        check_layout(out, model, combined_unet)
+        before, after = counted(empty), counted(combined_unet)
         if not dry_run:
             from rich.console import Console
 
@@ -209,8 +209,8 @@ def _checked_out(out: Path | None, dry_run: bool) -> Path:
     return out
 
 
-def check_layout(out: Path | None, model: str | None, made: Any) -> None:
-    """Raise BadInputError where ``out`` is a single file that cannot hold ``model`` with the UNet ``made``."""
+def check_layout(out: Path | None, model: str | None, unet: Any) -> None:
+    """Raise BadInputError where ``out`` is a single file that cannot hold ``model`` with the UNet ``unet``."""
     from ..checkpoints.save import is_single_file
 
     if out is not None and is_single_file(out):
@@ -219,7 +219,7 @@ def check_layout(out: Path | None, model: str | None, made: Any) -> None:
         from ...checkpoints.meta_model import meta_components
         from ..checkpoints.save_single_file import check_single_file
 
-        check_single_file({**meta_components(model, torch.float16, ("vae", "text_encoder")), "unet": made})
+        check_single_file({**meta_components(model, torch.float16, ("vae", "text_encoder")), "unet": unet})
 
 
 def _check_plot(plot: Path | None) -> None:

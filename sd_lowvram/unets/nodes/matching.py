@@ -24,11 +24,11 @@ def check_pair(own: ModelPatcher, small: ModelPatcher, turns: Sequence[Turn]) ->
                 f"{kind} has no UNet that is known here: UNet Schedule takes those of SD1.x, SD2.x, SDXL"
             )
         _check_deep_cache(model, turns)
-    one, other = _told(own), _told(small)
-    apart = [name for name in one if one[name] != other[name]]
+    ours, other = _told(own), _told(small)
+    apart = [name for name in ours if ours[name] != other[name]]
     if apart:
-        told = ", ".join(f"{name} is {one[name]} in one and {other[name]} in the other" for name in apart)
-        raise BadInputError(f"the two models do not match, {told}: take a model and one that was cut from it")
+        differences = ", ".join(f"{name} is {ours[name]} in one and {other[name]} in the other" for name in apart)
+        raise BadInputError(f"the two models do not match, {differences}: take a model and one that was cut from it")
 
 
 def check_control(own: Any, small: Any, control: Any) -> None:

@@ -133,8 +133,8 @@ class _ModelSwitch:
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        told = transformer_options or {}
-        own = self._is_own(t, told)
+        transformer = transformer_options or {}
+        own = self._is_own(t, transformer)
         if own != self._loaded:
             self._load[own]()
             self._loaded = own
@@ -142,35 +142,40 @@ class _ModelSwitch:
             return executor(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
         whole, base = executor.class_obj.diffusion_model, self._small.model
         check_control(whole, base.diffusion_model, control)
-        options = self._passed_on(told, whole, base.diffusion_model)
+        options = self._passed_on(transformer, whole, base.diffusion_model)
         call = {"c_concat": c_concat, "c_crossattn": c_crossattn, "control": control, "transformer_options": options}
         around = self._options.get("model_function_wrapper")
         if around is None:
             return base.apply_model(x, t, **call, **kwargs)
-        given = {"input": x, "timestep": t, "c": {**call, **kwargs}, "cond_or_uncond": told.get("cond_or_uncond")}
-        return around(base.apply_model, given)
+        arguments = {
+            "input": x,
+            "timestep": t,
+            "c": {**call, **kwargs},
+            "cond_or_uncond": transformer.get("cond_or_uncond"),
+        }
+        return around(base.apply_model, arguments)
 
     def in_own_turns(self, around: Callable[..., Any]) -> Callable[..., Any]:
         """Restrict a wrapper of another node around the own model to that model's turns."""
 
-        def called(apply: Callable[..., Any], given: dict[str, Any]) -> Any:
-            if self._is_own(given["timestep"], given["c"]["transformer_options"]):
-                return around(apply, given)
-            return apply(given["input"], given["timestep"], **given["c"])
+        def called(apply: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+            if self._is_own(arguments["timestep"], arguments["c"]["transformer_options"]):
+                return around(apply, arguments)
+            return apply(arguments["input"], arguments["timestep"], **arguments["c"])
 
         return called
 
-    def _is_own(self, sigma: Tensor, told: dict[str, Any]) -> bool:
-        if "sample_sigmas" not in told:
+    def _is_own(self, sigma: Tensor, options: dict[str, Any]) -> bool:
+        if "sample_sigmas" not in options:
             raise BadInputError(
                 "this sampler does not pass its sigmas, which a schedule needs: use KSampler or SamplerCustom"
             )
-        return self._of_step[_step(sigma, told["sample_sigmas"])] == OWN
+        return self._of_step[_step(sigma, options["sample_sigmas"])] == OWN
 
-    def _passed_on(self, told: dict[str, Any], whole: Any, small: Any) -> dict[str, Any]:
+    def _passed_on(self, options: dict[str, Any], whole: Any, small: Any) -> dict[str, Any]:
         before = self._own.model_options.get("transformer_options", {})
-        one, other = ((len(unet.input_blocks), len(unet.output_blocks)) for unet in (whole, small))
-        return passed_on(told, before, self._options["transformer_options"], one == other)
+        shape, other = ((len(unet.input_blocks), len(unet.output_blocks)) for unet in (whole, small))
+        return passed_on(options, before, self._options["transformer_options"], shape == other)
 
 
 def _step(sigma: Tensor, sigmas: Tensor) -> int:
