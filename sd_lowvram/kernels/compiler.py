@@ -38,7 +38,9 @@ _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why nothing can be compiled for ``device``; None where it can, as far as that is told without a trial."""
+    """Return the reason why nothing can be compiled for ``device``; None if nothing is known against it without a
+    trial.
+    """
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
         return f"torch.compile lets equal blocks share their code from torch 2.5 on, this is {torch.__version__}"
     if device.type == "cuda":

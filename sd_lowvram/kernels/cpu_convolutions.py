@@ -46,6 +46,8 @@ def unfolds(shape: Sequence[int], kernel: Sequence[int], stride: Sequence[int] =
 
     Args:
         shape: shape of the map, with padding that is added outside of the kernel's own call.
+        kernel: height and width of the kernel.
+        stride, groups: of the convolution.
     """
     if max(kernel[-2:]) == 1 and max(stride) == 1 and shape[0] < 16 and torch.get_num_threads() == 1:
         return True
@@ -91,12 +93,12 @@ def _limit() -> str:
 
 
 def beyond_sse() -> bool:
-    """True where oneDNN may use AVX. With SSE alone it unfolds each frame of float32, and maps for a few channels."""
+    """True if oneDNN may use AVX. With SSE alone it unfolds each frame of float32, and maps of a few channels."""
     return _limit() != "SSE41" and may_use("avx2")
 
 
 def has_tiles() -> bool:
-    """True where oneDNN may multiply 16-bit types by AMX."""
+    """True if oneDNN may multiply 16-bit types by AMX."""
     return (_limit() in ("ALL", "DEFAULT") or "AMX" in _limit()) and may_use("amx_tile")
 
 

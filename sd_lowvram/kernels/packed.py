@@ -39,7 +39,13 @@ class ConvParams(NamedTuple):
 
 
 def pack(weight: Tensor, how: ConvParams, shape: Sequence[int]) -> Tensor:
-    """A copy of ``weight`` in the order of the kernel that takes maps of ``shape``."""
+    """Copy ``weight`` in the order of the kernel that convolves maps of ``shape``.
+
+    Args:
+        weight: (out, in, kh, kw).
+        how: the convolution's parameters.
+        shape: (N, C, H, W) of the maps.
+    """
     if active_fake_mode(weight) is not None:
         return torch.empty_like(weight)
     with torch.inference_mode(False), torch.no_grad():
@@ -90,6 +96,16 @@ _NAME = "sd_lowvram::convolve_kept"
 
 
 def convolve(x: Tensor, packed: Tensor, bias: Tensor | None, how: ConvParams) -> Tensor:
-    """The convolution of a map (N, C, H, W) with a weight from :func:`pack`; it comes channels last."""
+    """Convolve a map with a weight from :func:`pack`.
+
+    Args:
+        x: (N, C, H, W).
+        packed: the weight.
+        bias: (out); None: none.
+        how: the convolution's parameters.
+
+    Returns:
+        The result, channels last.
+    """
     result: Tensor = torch.ops.mkldnn._convolution_pointwise(x, packed, bias, *how, "none", [], "")
     return result

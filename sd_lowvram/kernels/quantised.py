@@ -14,11 +14,14 @@ _LARGEST = {"fp8": 448.0, "int8": 127.0}
 
 
 def quantise(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """``weight`` (out, ...) in 8 bits with its strides, and the scales (out, 1, ...) in its type.
+    """Store ``weight`` in 8 bits.
 
     Args:
         weight: in float16, bfloat16 or float32; every value finite.
         kind: "fp8" or "int8".
+
+    Returns:
+        The weight (out, ...) in 8 bits with its strides, and the scales (out, 1, ...) in its old type.
     """
     largest = weight.detach().abs().amax(dim=tuple(range(1, weight.dim())), keepdim=True).float() / _LARGEST[kind]
     numbers = torch.finfo(weight.dtype)

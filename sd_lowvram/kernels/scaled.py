@@ -28,9 +28,9 @@ def widen_scaled(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Te
 class ScaledLinear(nn.Linear):
     """A linear layer that widens its weight for the time of a call.
 
-    The bytes are held as ``int8``, no floating type: whoever asks a model for its type finds the one in which it
-    computes, and T5 casts what it gives to a layer to the type of its weight unless that is int8. The scale's float32
-    is held as ``int32``, which stays as it is when the model is cast.
+    The bytes are held as ``int8``, not as a floating type. Code that asks the model for its type then finds the type in
+    which it computes, and T5, which casts inputs to the type of a layer's weight, does not cast to int8. The scale's
+    float32 is held as ``int32``, which stays as it is when the model is cast.
     """
 
     def __init__(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None, computes: torch.dtype) -> None:

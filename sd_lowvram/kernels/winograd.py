@@ -49,9 +49,17 @@ def transform_weight(weight: Tensor) -> Tensor:
 
 
 def convolve(x: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor:
-    """The 3x3 convolution of ``x`` (N, C, H, W), padded by one zero all around, with `transformed` kernels.
+    """Convolve a map with 3x3 kernels, padded by one zero all around.
 
-    It goes by rows of tiles, so that what it holds beside maps and kernels stays in a processor's cache.
+    Rows of tiles are computed one after the other, so that intermediate results stay in a processor's cache.
+
+    Args:
+        x: (N, in, H, W).
+        kernels: (36, out, in), from `transformed`.
+        bias: (out); None: none.
+
+    Returns:
+        (N, out, H, W).
     """
     count, channels, height, width = x.shape
     down, across = -(-height // SIDE), -(-width // SIDE)

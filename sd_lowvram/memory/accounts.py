@@ -31,7 +31,7 @@ _state = _ThreadAccounts()
 
 
 def current_account() -> Account:
-    """The account that a storage made now, in this thread, belongs to."""
+    """Return the account to which a storage made now, in this thread, belongs."""
     return _state.account
 
 
@@ -47,17 +47,17 @@ def _having(**changed: Any) -> Iterator[None]:
 
 
 def host_account() -> contextlib.AbstractContextManager[None]:
-    """Storages made inside count as host memory."""
+    """Count storages made inside as host memory."""
     return _having(account="host")
 
 
 def device_account() -> contextlib.AbstractContextManager[None]:
-    """Storages made inside count as device memory, also within ``host_account()``."""
+    """Count storages made inside as device memory, also within ``host_account()``."""
     return _having(account="device")
 
 
 def weights_account() -> contextlib.AbstractContextManager[None]:
-    """Storages made inside count as weights on the device: in its peak, but not in the activations' peak."""
+    """Count storages made inside as weights on the device: they are in its peak, but not in the activations' peak."""
     return _having(account="weights")
 
 
@@ -66,13 +66,13 @@ _deaths = Deaths(_host_storages.discard)
 
 
 def mark_host(tensor: torch.Tensor) -> None:
-    """Remember for as long as it lives that the memory of ``tensor`` is the host's, for traces to come."""
+    """Mark the memory of ``tensor`` as the host's, for later traces, as long as the tensor lives."""
     _deaths.look()
     _host_storages.add(_deaths.watch(tensor.untyped_storage()))
 
 
 def unmark_host(tensor: torch.Tensor) -> None:
-    """Forget what :func:`mark_host` remembered."""
+    """Remove the mark of :func:`mark_host`."""
     _host_storages.discard(storage_key(tensor))
 
 
@@ -92,12 +92,12 @@ def tracing() -> bool:
 
 
 def actual_device(device: torch.device | str) -> torch.device:
-    """The device to allocate on when ``device`` is meant: the trace's own while one runs."""
+    """Return the device to allocate on: ``device``, or inside a trace the device of its fake tensors."""
     return _state.traced_device or torch.device(device)
 
 
 def kernels_of(device_type: Kernels) -> contextlib.AbstractContextManager[None]:
-    """Traces inside are of a run on this type of device: "gpu", as everywhere else, or "cpu"."""
+    """Trace kernels of this type of device inside: "gpu", as everywhere else, or "cpu"."""
     return _having(kernels=device_type)
 
 

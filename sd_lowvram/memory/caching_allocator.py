@@ -23,7 +23,7 @@ SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, ROUND = 2 * MIB, 20 * MIB, 10 * MIB
 
 
 class CardFullError(Exception):
-    """The card cannot give what an allocation needs, all unused segments given back."""
+    """Raised if the GPU cannot give the memory for an allocation, even after all unused segments are freed."""
 
 
 @dataclass(eq=False)
@@ -39,18 +39,18 @@ class _AllocatorBlock:
 
 
 class CachingAllocator:
-    """The allocator's state. One stream: what several streams share is another matter.
+    """The state of torch's caching allocator, on one stream.
 
     Attributes:
-        reserved_bytes: of all segments, what the card has given; ``peak_bytes`` the most of it.
-        allocated_bytes: of all blocks in use, rounded as torch rounds them.
+        reserved_bytes: bytes of all segments; ``peak_bytes`` is the most of them.
+        allocated_bytes: bytes of all blocks in use, rounded as torch rounds them.
     """
 
     def __init__(self, card_bytes: float = float("inf"), max_split_bytes: float = float("inf")) -> None:
         """
         Args:
-            card_bytes: what the card can give.
-            max_split_bytes: segments of this size and above are not split (``max_split_size_mb``).
+            card_bytes: free memory of the GPU.
+            max_split_bytes: segments of at least this size are not split (``max_split_size_mb``).
         """
         self.reserved_bytes = self.peak_bytes = self.allocated_bytes = self.allocated_peak = 0
         self._card_bytes = card_bytes
@@ -61,8 +61,14 @@ class CachingAllocator:
     def allocate(self, size: int) -> _AllocatorBlock:
         """A block of at least ``size`` bytes, to be given to :meth:`free`.
 
+        Args:
+            size: bytes.
+
+        Returns:
+            A block, for :meth:`free`.
+
         Raises:
-            CardFullError: the card cannot give it.
+            CardFullError: the GPU has no memory left.
         """
         size = max(LEAST, -(-size // LEAST) * LEAST)
         small = size <= SMALL
@@ -80,7 +86,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: _AllocatorBlock) -> None:
-        """Take a block back; free neighbours become one with it."""
+        """Free a block and merge it with its free neighbours."""
         self.allocated_bytes -= block.size
         block.free = True
         for other in (block.before, block.after):
@@ -99,7 +105,7 @@ class CachingAllocator:
         self._keep(block)
 
     def release(self) -> None:
-        """Give segments back of which nothing is in use, as ``torch.cuda.empty_cache`` does."""
+        """Free all segments without a block in use, as ``torch.cuda.empty_cache`` does."""
         for pool in self._free.values():
             unused = [entry for entry in pool if entry[2].before is entry[2].after is None]
             self.reserved_bytes -= sum(size for size, _, _ in unused)

@@ -33,17 +33,17 @@ class _AddressRange:
 
 
 class ExpandableAllocator:
-    """The allocator's state, on one stream.
+    """The state of torch's allocator with expandable segments, on one stream.
 
     Attributes:
-        reserved_bytes: of all pages that are mapped; ``peak_bytes`` the most of it.
-        allocated_bytes: of all that is in use, rounded as torch rounds it; ``allocated_peak`` the most of it.
+        reserved_bytes: bytes of all mapped pages; ``peak_bytes`` is the most of them.
+        allocated_bytes: bytes in use, rounded as torch rounds them; ``allocated_peak`` is the most of them.
     """
 
     def __init__(self, card_bytes: float = float("inf")) -> None:
         """
         Args:
-            card_bytes: what the card can give.
+            card_bytes: free memory of the GPU.
         """
         self.reserved_bytes = self.peak_bytes = self.allocated_bytes = self.allocated_peak = 0
         self._card_bytes = card_bytes
@@ -51,10 +51,13 @@ class ExpandableAllocator:
         self._free: dict[bool, list[tuple[int, int, _AddressRange]]] = {small: [] for small in _PAGES}
 
     def allocate(self, size: int) -> _AddressRange:
-        """Room for at least ``size`` bytes, to be given to :meth:`free`.
+        """Allocate at least ``size`` bytes.
+
+        Returns:
+            A span, for :meth:`free`.
 
         Raises:
-            CardFullError: the card cannot give it.
+            CardFullError: the GPU has no memory left.
         """
         size = max(LEAST, -(-size // LEAST) * LEAST)
         small = size <= SMALL
@@ -79,7 +82,7 @@ class ExpandableAllocator:
         self._keep(self._merge(span))
 
     def release(self) -> None:
-        """Give the pages back in which nothing is in use, as ``torch.cuda.empty_cache`` does."""
+        """Free all pages without anything in use, as ``torch.cuda.empty_cache`` does."""
         for small, page in _PAGES.items():
             for _, _, span in list(self._free[small]):
                 start = -(-span.address // page) * page

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def active_fake_mode(*tensors: Tensor) -> FakeTensorMode | None:
-    """The mode that the caller is inside of, or that made these tensors."""
+    """Return the fake mode of the caller, or of these tensors; None if there is none."""
     for tensor in tensors:
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode

@@ -26,12 +26,12 @@ from .pinned_buffers import PINNED_BUFFERS, PinnedBuffer
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool | None = None) -> Tensor:
-    """An uninitialised tensor in host memory, in the host's account.
+    """Allocate an uninitialised tensor in host memory, in the host's account.
 
     Args:
-        shape, dtype: of the tensor; the memory is contiguous.
-        pin: page-lock it, so that copies to CUDA need not block. None: where CUDA (not ROCm, where pinned memory is
-            known to stall) is at hand. Where locking fails the memory is pageable, which is slower and as right.
+        shape, dtype: of the tensor, which is contiguous.
+        pin: True to page-lock it, so that copies to CUDA need not block. None: if CUDA is present (not ROCm, which is
+            known to stall with pinned memory). If locking fails the memory is pageable: slower, and equally right.
     """
     pinned = None
     if active_fake_mode() is None and (can_pin() if pin is None else pin):
@@ -55,13 +55,18 @@ def _view_as(bytes: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device | str, *, weight: bool = False) -> Tensor:
-    """A copy of ``tensor`` on ``device``, in the device's account; a real copy also when both are the CPU.
+    """Copy ``tensor`` to ``device``, in the device's account; the copy is real even if both are the CPU.
 
     Strides are preserved if the tensor is dense. The copy does not block if ``tensor`` is pinned: leave ``tensor``
     unchanged until the current stream has passed the copy.
 
     Args:
+        tensor: in host memory.
+        device: where to.
         weight: True for a streamed weight, False for an activation.
+
+    Returns:
+        The copy.
     """
     with weights_account() if weight else device_account():
         copy = torch.empty_like(tensor, device=actual_device(device), requires_grad=False)
@@ -69,7 +74,12 @@ def to_device(tensor: Tensor, device: torch.device | str, *, weight: bool = Fals
 
 
 def to_host(tensor: Tensor, pin: bool | None = None) -> Tensor:
-    """A copy of ``tensor`` in host memory, in the host's account, complete on return, strides preserved if dense."""
+    """Copy ``tensor`` to host memory, in the host's account; the copy is complete on return.
+
+    Args:
+        tensor: on any device; dense strides are preserved.
+        pin: as for :func:`host_empty`.
+    """
     order = dense_order(tensor)
     copy = host_empty([tensor.shape[dim] for dim in order], tensor.dtype, pin).permute(inverse(order))
     return copy.copy_(tensor.detach())
@@ -108,7 +118,14 @@ class Parked:
         device: torch.device,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> None:
-        """Room for a tensor of ``shape`` whose dimensions lie in host memory in ``order``, the outermost first."""
+        """Room for a tensor of ``shape`` whose dimensions lie in host memory in ``order``, the outermost first.
+
+        Args:
+            shape, dtype: of the tensor.
+            order: its dimensions in host memory, the outermost first.
+            device: device that the tensor is fetched to.
+            memory_format: of the fetched tensor.
+        """
         on_host = [shape[dim] for dim in order]
         if device.type == "cuda" and can_pin() and active_fake_mode() is None:
             self._buffer = PINNED_BUFFERS.take(_nbytes(on_host, dtype))
@@ -137,14 +154,14 @@ class Parked:
         *,
         like: Tensor | None = None,
     ) -> Parked:
-        """Room in host memory for a map (N, C, H, W) that is stored and loaded by rows, that is along dimension 2.
+        """Allocate host memory for a map (N, C, H, W) that is stored and loaded by rows (dimension 2).
 
-        The rows lie outermost in host memory, so that a strip is one contiguous copy; on the device a strip passes
-        through one more buffer of its own size, unless N is 1 and its memory format is channels last.
+        Rows are outermost in host memory, so that a strip is one contiguous copy. On the device a strip needs one more
+        buffer of its own size, unless N is 1 and its memory format is channels last.
 
         Args:
             shape, dtype: of the map.
-            device: where strips come from and go to; None: the device of ``like``, else the CPU.
+            device: device of the strips; None: the device of ``like``, else the CPU.
             like: a tensor with the memory format of the strips (contiguous, or channels last).
         """
         if len(shape) != 4:
@@ -157,6 +174,10 @@ class Parked:
 
     def store(self, rows: slice, strip: Tensor) -> None:
         """Copy ``strip`` (N, C, rows, W) into these rows of the map.
+
+        Args:
+            rows: rows of the map, along H.
+            strip: their contents.
 
         Raises:
             ValueError: the strip's shape or type is not that of the rows.
@@ -172,13 +193,18 @@ class Parked:
             where.copy_(staged.contiguous(), non_blocking=_is_unblocked(self._host, strip))
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Keep the same values in another type of as many bytes, where they are."""
+        """Convert the values to another type of as many bytes, in the same memory."""
         self._wait()
         self._host = reinterpret(self._host, dtype, self._order.index(2))
         self.dtype = dtype
 
     def load(self, rows: slice | None = None, device: torch.device | str | None = None) -> Tensor:
-        """Return rows of the map (None: all) as a new tensor on the device, in their original memory format."""
+        """Return rows of the map as a new tensor on the device, in their original memory format.
+
+        Args:
+            rows: rows along H; None: all.
+            device: None: the original device.
+        """
         _let_go()
         source = self._host if rows is None else self._rows_on_host(rows)
         place = self.device if device is None else actual_device(device)
@@ -196,7 +222,7 @@ class Parked:
         return self._leaving is not None
 
     def recall(self) -> Tensor:
-        """Return the parked contents for reading: the sent tensor while it still exists, else a new one."""
+        """Return the parked contents for reading: the tensor that was sent while it still exists, else a new one."""
         tensor, self._leaving = self._leaving, None
         return self.load() if tensor is None else tensor
 
@@ -228,7 +254,13 @@ class Parked:
 
 
 def reinterpret(data: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
-    """``data`` in another type of as many bytes and in the same memory, converted row by row of dimension ``dim``."""
+    """Convert ``data`` to another type of as many bytes, in the same memory, row by row.
+
+    Args:
+        data: any tensor.
+        dtype: the new type.
+        dim: dimension of the rows.
+    """
     converted = data.view(dtype)
     for row in range(data.shape[dim]):
         converted.select(dim, row).copy_(data.select(dim, row).to(dtype))
@@ -236,7 +268,7 @@ def reinterpret(data: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
 
 
 def dense_order(tensor: Tensor) -> list[int]:
-    """The dimensions from the outermost in memory to the innermost; the plain order when memory has gaps."""
+    """Return the dimensions from the outermost in memory to the innermost; the plain order if memory has gaps."""
     shape, strides = tensor.shape, tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
     inner = 1
@@ -257,14 +289,14 @@ def dense_strides(tensor: Tensor) -> list[int]:
 
 
 def inverse(order: Sequence[int]) -> list[int]:
+    """Inverse of a permutation."""
     return [order.index(dim) for dim in range(len(order))]
 
 
 def park(tensor: Tensor) -> Parked:
-    """Copy ``tensor`` (any shape) into host memory; drop it afterwards to free the device.
+    """Copy ``tensor`` (any shape) into host memory; drop it afterwards to free the device. Fidelity: ``bitwise``.
 
     On CUDA the copy runs on the current stream: overwrite or free ``tensor`` in the order of that stream.
-    Fidelity: bitwise.
     """
     order = dense_order(tensor)
     parked = Parked(tensor.shape, tensor.dtype, order, tensor.device)
@@ -275,11 +307,11 @@ def park(tensor: Tensor) -> Parked:
 
 
 def send(tensor: Tensor) -> Parked:
-    """Park a tensor that the caller drops and no code changes any more; the copy overlaps with compute on CUDA.
+    """Park a tensor that the caller drops and no code changes any more; on CUDA the copy overlaps with compute.
 
-    The tensor stays on the device until the next one is sent or fetched, so that at most one copy is in flight;
-    until then ``recall`` returns it without a copy. When the tensor is dropped, the compute waits for the copy, because
-    its memory is then reused. Fidelity: bitwise.
+    The tensor stays on the device until the next one is sent or fetched, so that at most one copy is in flight; until
+    then ``recall`` returns it without a copy. When the tensor is dropped, the compute waits for the copy, because its
+    memory is then reused. Fidelity: ``bitwise``.
     """
     _let_go()
     if tensor.nbytes < tensor.untyped_storage().nbytes():  # keeping a view would keep the whole storage

@@ -21,6 +21,12 @@ def measured_peak(function: Callable[[], Any]) -> int:
     On a GPU the figure is that of ``torch.cuda``'s caching allocator (requested sizes rounded to 512 bytes), for the
     current device. Without one it is summed over the events of the CPU allocator, as ``torch.profiler`` records them;
     what is freed but was allocated earlier is not subtracted. Measure in a fresh process to be sure of the figure.
+
+    Args:
+        function: the work; it takes no arguments.
+
+    Returns:
+        Bytes at the peak.
     """
     gc.collect()
     return _peak_on_gpu(function) if torch.cuda.is_available() else _peak_on_cpu(function)

@@ -51,9 +51,9 @@ def pinned_bytes() -> int:
 
 
 def most_pinned_bytes() -> int:
-    """The most that this process may lock: a share of what is free and what it holds already.
+    """Return the most bytes that this process may lock: a share of free memory and of what it has locked already.
 
-    Weights in ordinary memory give their bytes up as they are locked, so that this stays the same meanwhile.
+    Weights in ordinary memory are freed as they are locked, so that the number stays the same meanwhile.
     """
     memory = host_memory()
     return int(PINNED_SHARE * min(memory.total, memory.free + own_ram()))
@@ -66,7 +66,7 @@ def pinnable_bytes() -> int:
 
 
 def whole_pages(nbytes: int) -> int:
-    """``nbytes`` rounded up to what can be locked."""
+    """Round ``nbytes`` up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -120,10 +120,9 @@ class _Pages(mmap.mmap):
 
 
 def unlock_ended() -> None:
-    """Unlock and free the pages of which the last tensor has gone, when the copies that are under way have ended.
+    """Unlock and free pages whose last tensor is gone, after waiting for the copies that are under way.
 
-    Those stay for the next call where this thread, or we in another one, record kernels: nobody may wait for a device
-    then.
+    While any of our threads records kernels nobody may wait for a device; the pages then stay until the next call.
     """
     if not _ended or _is_recording() or not _waiting.acquire(blocking=False):
         return

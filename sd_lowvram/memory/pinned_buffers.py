@@ -23,7 +23,7 @@ class PinnedBuffer:
     """Pinned bytes for one map at a time.
 
     Attributes:
-        copied: the end of the last copy of the map that had them before; whoever has them next waits for it.
+        copied: end of the last copy of the previous map; the next map waits for it.
     """
 
     bytes: Tensor
@@ -31,10 +31,10 @@ class PinnedBuffer:
 
 
 class PinnedBuffers:
-    """Buffers that maps have, and those that wait for the next map.
+    """Pinned buffers in use, and those that are cached for the next map.
 
-    Maps die in any thread, and in the midst of these functions: lists and dictionaries are touched by single operations
-    only.
+    Maps are freed in any thread, even within these functions, so lists and dictionaries are changed by single
+    operations only.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class PinnedBuffers:
 
     @contextlib.contextmanager
     def keep(self) -> Iterator[None]:
-        """Keep buffers for the next map within the block; they are freed when the last block exits."""
+        """Cache buffers for the next map within the block; they are freed when the last such block exits."""
         inside = object()
         self._parking.add(inside)
         try:
@@ -58,7 +58,7 @@ class PinnedBuffers:
                 self.give_up()
 
     def take(self, nbytes: int) -> PinnedBuffer | None:
-        """Room for a map of so many bytes; None where they cannot be pinned."""
+        """Return a buffer of at least ``nbytes`` bytes; None if they cannot be pinned."""
         with self._taking:  # models on several devices share what may be locked
             in_use = sum([*self._used.values()]) + nbytes
             self._most = max(self._most, in_use)
@@ -76,14 +76,14 @@ class PinnedBuffers:
             return buffer
 
     def leave(self, buffer: PinnedBuffer, copied: torch.cuda.Event | None) -> None:
-        """Hand ``buffer`` on, whose last copy ends with ``copied``."""
+        """Return ``buffer`` for the next map, whose first copy waits for ``copied``."""
         buffer.copied = copied
         self._used.pop(id(buffer), None)
         if self._parking:
             self._idle.append(buffer)
 
     def give_up(self) -> None:
-        """Free the buffers that wait."""
+        """Free the cached buffers."""
         self._idle.clear()
         unlock_ended()
 

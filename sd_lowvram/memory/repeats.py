@@ -27,8 +27,12 @@ class Follower(Protocol):
         """Number of records so far."""
 
     def fill_in(self, places: Sequence[int], order: Sequence[int]) -> None:
-        """A loop has ended, whose passes that ran began and ended at ``places``; its passes in their ``order``, each by
-        the number of the one that it is like."""
+        """Record the passes of a loop that were not run.
+
+        Args:
+            places: numbers of records at the start and end of each pass that ran.
+            order: for each pass of the whole loop, the number of the pass that represents it.
+        """
 
 
 class _ThreadRepeats(threading.local):
@@ -71,6 +75,7 @@ def standing_for(pieces: Sequence[Piece], order: Sequence[int]) -> Iterator[Piec
     """Yield the pieces of a loop that run, each as the representative of all equal passes.
 
     Args:
+        pieces: the pieces to run.
         order: for each pass, the number of the piece that represents it; the first of a kind is the piece itself.
     """
     follower, passes = _state.follower, Counter(order)
@@ -89,6 +94,7 @@ def representative_pieces(pieces: Sequence[Piece], like: Tensor) -> Iterator[Pie
     """Yield the first piece (allocates), the second (stands for the middle) and the last while tracing, otherwise all.
 
     Args:
+        pieces: all pieces of a loop, in order.
         like: a tensor of the loop, fake while tracing.
     """
     if len(pieces) < 4 or not (isinstance(like, FakeTensor) or like.is_meta):
@@ -102,6 +108,9 @@ def representatives(kinds: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     Args:
         kinds: for each pass the values that its cost depends on. The first and the last represent only themselves: the
             first allocates, and the last may be smaller.
+
+    Returns:
+        Numbers of the passes to run, and for every pass the number of the pass that represents it.
     """
     ends = {0, len(kinds) - 1}
     keys = [(number,) if number in ends else ("inner", kind) for number, kind in enumerate(kinds)]

@@ -54,7 +54,7 @@ class Reserved(NamedTuple):
 
     Attributes:
         least: if unused segments are freed before torch fails.
-        kept: if none is freed, as while kernels are recorded.
+        kept: if no segment is freed, as while kernels are recorded.
     """
 
     least: int
@@ -69,9 +69,13 @@ def count_reserved(allocations: Allocations, held: int = 0, again: bool = False)
     Several orders are tried and the largest result counts, in some models a fifth more than the given order.
 
     Args:
+        allocations: (number, bytes) for each allocation and (number, -1) for its end, in order.
         held: bytes that a library allocated before, and holds.
         again: True if the allocations repeat, as those of a step do. The first time leaves tensors at arbitrary places
             (weights that are fetched ahead), and the second time finds smaller gaps.
+
+    Returns:
+        The largest result over the orders tried.
     """
     times = [*allocations, *_next_time(allocations)] if again else allocations
     large, small_bytes = _split_pools([(-1, held), *times])
@@ -142,7 +146,7 @@ def _orders(allocations: Allocations) -> Iterator[Allocations]:
 
 
 def segment(size: int) -> int:
-    """Bytes that a card gives for one buffer."""
+    """Return the bytes that a GPU reserves for one buffer of ``size`` bytes."""
     allocator = allocator_settings().allocator()
     if size:
         allocator.allocate(size)

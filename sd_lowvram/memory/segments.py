@@ -18,10 +18,11 @@ _stepping: dict[torch.device, weakref.ref[object]] = {}
 
 
 def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
-    """Give unused segments back; between two steps of one run only where the GPU could not do without them.
+    """Free unused segments. Between two steps of one run this is done only if the GPU would run short without them.
 
     Args:
-        steps_of: of whose steps this is one; None: a stage that runs once. Called in one thread at a time for a device.
+        device: a GPU. Call this in one thread at a time for a device.
+        steps_of: the run of whose steps this is one; None: a stage that runs once.
     """
     if device.type != "cuda" or tracing():
         return

@@ -15,9 +15,13 @@ from ..compat.private import storage_expired, storage_key
 
 
 class Deaths:
-    """Calls ``died`` with the ``storage_key`` of each watched storage that died, at once or at ``look``."""
+    """Callbacks for freed storages: ``died(storage_key)``, at once or at the next ``look``."""
 
     def __init__(self, died: Callable[[int], Any]) -> None:
+        """
+        Args:
+            died: function of the key of a storage that was freed.
+        """
         self._report = died
         self._references: dict[int, Any] = {}
 
@@ -38,7 +42,7 @@ class Deaths:
                 self._remove(key)
 
     def forget(self) -> None:
-        """Watch none any longer."""
+        """Stop watching all storages."""
         self._references.clear()
 
     def _note_death(self, key: int, reference: Any) -> None:

@@ -98,7 +98,10 @@ def turn(places: Iterable[Place]) -> contextlib.AbstractContextManager[Any]:
 
     Device buffers, lent weights and what a hook sets during a call belong to the model, not to a thread: a preview that
     decodes while the UNet samples waits until the step is done. Models on other devices run meanwhile. A trace never
-    waits: it runs a copy, or holds its model by :func:`pause_models`.
+    waits: it runs a copy, or pauses its model by :func:`pause_models`.
+
+    Args:
+        places: from :func:`place_of` or :func:`all_places`.
     """
     return contextlib.nullcontext() if tracing() else _turns.having(places)
 
@@ -114,7 +117,12 @@ _carriers: weakref.WeakKeyDictionary[Carrier, frozenset[Place]] = weakref.WeakKe
 
 
 def carries(carrier: Carrier, places: Iterable[Place]) -> Callable[[], None]:
-    """Register that the models of ``carrier`` run on ``places``; return the function that undoes this."""
+    """Register that the models of ``carrier`` run on ``places``; return the function that undoes this.
+
+    Args:
+        carrier: the attachment.
+        places: devices on which its models run.
+    """
     _carriers[carrier] = frozenset(places)
 
     def forget() -> None:
@@ -130,7 +138,8 @@ def pause_models(models: Iterable[nn.Module], places: Iterable[Place] = ()) -> I
     Models that share no module with them run meanwhile.
 
     Args:
-        places: devices on which no hooked model runs meanwhile either.
+        models: the models to pause.
+        places: devices on which no hooked model runs meanwhile.
     """
     if tracing():
         yield
@@ -158,7 +167,7 @@ def _places_of(models: Iterable[nn.Module]) -> set[Place]:
 
 
 class Switch:
-    """A switch of the whole process: many threads read it at once, or one has it set to what it needs."""
+    """A switch of the whole process: many threads read it at once, or one thread has it set."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -166,7 +175,7 @@ class Switch:
 
     @contextlib.contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Wait until no thread has the state set, and keep it so within the block; keep the block short."""
+        """Wait until no thread has the state set, and keep it unset within the block; keep the block short."""
         with self._changed:
             self._readers += 1
         try:
@@ -186,12 +195,12 @@ class Switch:
 
 
 class Shared:
-    """A state of the whole process that holds while anybody is inside, whatever the order in which threads leave."""
+    """A state of the whole process that lasts from the first thread that enters to the last one that leaves."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         """
         Args:
-            make: the state, entered by whom comes first and left by whom leaves last.
+            make: makes the context manager of the state.
         """
         self._make = make
         self._lock = threading.Lock()
@@ -214,16 +223,17 @@ class Shared:
 
 
 class Redirected:
-    """A function of torch's for which another answers, in the threads that ask for that and in no other.
+    """A function of torch that is replaced in the threads that request it, and in no other thread.
 
-    The attribute is exchanged while any thread asks. Whatever somebody else has put there is called in the end, and one
-    that somebody puts on top stays there.
+    The attribute is exchanged while any thread requests it. Other programs' replacements are called in the end, and
+    those that are set meanwhile stay.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
         """
         Args:
-            owner: the module or class that holds it.
+            owner: the module or class with the function.
+            name: name of the function.
         """
         self._owner, self._name = owner, name
         self._exchanged = Shared(self._exchange)

@@ -35,12 +35,15 @@ def families() -> dict[str, Family]:
 
 
 def dissect(target: Any) -> Anatomy | None:
-    """The anatomy of ``target``, whichever family it belongs to; None when it is of none that we know.
+    """Return the anatomy of ``target``; None if it is of an unknown family.
+
+    Args:
+        target: a pipeline, a host's shell of one, or a model by itself.
 
     Raises:
-        UnsupportedModelError: a pipeline, or a host's shell, with a part that cannot be planned.
-        ConflictError: a part whose weights diffusers casts layer by layer.
-        BadInputError: an autoencoder of another model.
+        UnsupportedModelError: a pipeline, or a host's shell, has a part that cannot be planned.
+        ConflictError: diffusers casts the weights of a part layer by layer.
+        BadInputError: the autoencoder is of another model.
     """
     for family in families().values():
         components = family.components_of(target)
@@ -61,11 +64,11 @@ def dissect_any(target: Any) -> Anatomy | None:
 
 
 def anatomy_of_components(family: Family | str, components: dict[str, nn.Module]) -> Anatomy:
-    """The anatomy of models that are there without a target to hold them.
+    """Return the anatomy of models without a target that holds them.
 
     Args:
-        family: a family, or the name of one.
-        components: models by the names that the family gives them; those that lack are not planned.
+        family: a family, or its name.
+        components: models by the names that the family gives them; missing ones are not planned.
     """
     of = families()[family] if isinstance(family, str) else family
     name = of.denoiser

@@ -65,7 +65,7 @@ class Autoencoder:
 
 
 def dissect(vae: Any) -> Autoencoder | None:
-    """The steps of an AutoencoderKL; None if ``vae`` is built in another way.
+    """Return the steps of an AutoencoderKL; None if ``vae`` is built in another way.
 
     The layers are the current ones: call this at every run, because a LoRA replaces layers.
     """
@@ -77,14 +77,14 @@ def dissect(vae: Any) -> Autoencoder | None:
 
 
 def residual_blocks(vae: Any) -> list[nn.Module]:
-    """The residual blocks of an AutoencoderKL; none of what is built otherwise."""
+    """Residual blocks of an AutoencoderKL; empty for other autoencoders."""
     if vae is None or dissect(vae) is None:
         return []
     return [module for module in vae.modules() if has(module, "norm1", "conv1", "norm2", "conv2")]
 
 
 def residual(block: Any, *more: Any) -> Residual | None:
-    """The parts of an autoencoder's residual block as it is now; None when it is of another kind."""
+    """Parts of an autoencoder's residual block as they are now; None for another kind of block."""
     try:
         return _resnet(block) if hasattr(block, "nonlinearity") else _ldm_resnet(block)
     except (AttributeError, ValueError):

@@ -98,11 +98,12 @@ class LatentsInCall:
     """The latents in a call of a denoiser.
 
     Attributes:
-        latents: a tensor of the call, which tells it from others.
-        rows: of its batch.
-        area: latent pixels in each row, before they were packed, with those of pictures that are joined to them.
-        frames: (see :class:`Shape`) of such an area that each row has.
-        size: their height and width; asked for only where more comes than was planned, as it may have to read values.
+        latents: a tensor of the call, by which the call is identified.
+        rows: rows of its batch.
+        area: latent pixels in each row before packing, with those of joined pictures.
+        frames: frames (see :class:`Shape`) of such an area in each row.
+        size: function that returns their height and width. It may have to read values, so it is called only if the call
+            is larger than planned.
     """
 
     latents: Tensor
@@ -117,9 +118,14 @@ _MAPS = ("sample", "x", "z", "hidden_states")
 
 
 def map_in_call(component: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
-    """The map (N, C, h, w), or frames of it (N, C, frames, h, w), that a component is called with: its first argument.
+    """Return the latents (N, C, h, w), or frames of them (N, C, frames, h, w), in a call.
 
-    None: there is none.
+    Args:
+        component: the denoiser.
+        args, kwargs: arguments of the call; the first one is the map.
+
+    Returns:
+        The latents; None if there are none.
     """
     named = (kwargs[name] for name in _MAPS if name in kwargs)
     x = first_tensor(args) if args else first_tensor(list(named))
@@ -135,7 +141,16 @@ Predict = Callable[[Any, Tensor, StepInputs], Tensor]
 
 
 def denoise_step(denoiser: nn.Module, inputs: StepInputs, predict: Predict) -> Tensor:
-    """Run a step like pipelines do: repeat the latents, predict, guide, and update; hold the same tensors."""
+    """Run a step as pipelines do: repeat the latents, predict, guide and update, holding the same tensors.
+
+    Args:
+        denoiser: the denoiser.
+        inputs: inputs of the step.
+        predict: the family's call of the denoiser.
+
+    Returns:
+        The latents of the next step.
+    """
     latents = inputs.latents
     passes = len(inputs.text) // len(latents)
     x = torch.cat([latents] * passes) if passes > 1 else latents

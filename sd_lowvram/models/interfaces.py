@@ -48,13 +48,26 @@ class MapConvolution(Protocol):
     """A convolution that must know of its whole map, (N, C, H, W), when it is called with a strip of its rows."""
 
     def over_map(self, strips: Iterable[Tensor]) -> Tensor:
-        """Summary of the map for the calls on its strips, from all ``strips`` (N, C, rows, W) in order."""
+        """Summarise the whole map, for calls on its strips.
+
+        Args:
+            strips: (N, C, rows, W), in order.
+        """
 
 
 @runtime_checkable
 class MapAttention(Protocol):
-    """A self-attention that goes by where tokens lie in the map: none of them may be left out, its processor (None) is
-    not to be exchanged, and it says itself how it runs over some of the tokens at a time. It takes no mask."""
+    """A self-attention that depends on where tokens are in the map.
+
+    No token may be left out, its processor (None) must not be exchanged, and it takes no mask. It runs over some of the
+    tokens at a time by :meth:`in_chunks`.
+    """
 
     def in_chunks(self, norm: nn.Module, tokens: Tensor, chunks: int) -> Tensor:
-        """``tokens + self(norm(tokens))`` of tokens (N, tokens, C), in up to ``chunks`` parts; a new tensor."""
+        """Return ``tokens + self(norm(tokens))`` as a new tensor, computed in up to ``chunks`` parts.
+
+        Args:
+            norm: the norm before the attention.
+            tokens: (N, tokens, C).
+            chunks: number of parts.
+        """

@@ -25,9 +25,9 @@ class Rows:
     """Some rows of a block's tokens.
 
     Attributes:
-        start, stop: of the picture's tokens.
-        words: how many tokens of the text, its first, go with them.
-        texts: of the whole text.
+        start, stop: rows of the picture's tokens.
+        words: number of the text's tokens, from its first, that are called with them.
+        texts: number of all tokens of the text.
     """
 
     start: int
@@ -83,7 +83,12 @@ class JointBlock:
         return int(arguments[self.text].shape[1]) if self.text else 0
 
     def part(self, arguments: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
-        """Arguments of the block for some rows."""
+        """Return the block's arguments for some rows.
+
+        Args:
+            arguments: of the whole call, by name.
+            rows: the rows.
+        """
         some = dict(arguments)
         some[self.picture] = arguments[self.picture][:, rows.start : rows.stop]
         if self.text:

@@ -16,7 +16,7 @@ from .causal_autoencoder import FRAMES, sees_frames
 
 
 def scale_factor(anatomy: Anatomy) -> int:
-    """Pixels per latent pixel in one direction: 8 for Stable Diffusion, 4 for its upscaler."""
+    """Pixels of a picture for one latent pixel, along one side: 8 for Stable Diffusion, 4 for its upscaler."""
     config = anatomy.config(anatomy.autoencoder)
     scale = anatomy.config(anatomy.denoiser).get("latent_scale", config.get("latent_scale"))
     if scale is not None:
@@ -47,7 +47,7 @@ def native_size(anatomy: Anatomy) -> int:
 
 
 def latent_channels(anatomy: Anatomy) -> int:
-    """Channels of the latents: those that the autoencoder decodes, and without one those that the denoiser predicts."""
+    """Channels of the latents: those that the autoencoder decodes, or without one those that the denoiser predicts."""
     if anatomy.autoencoder is not None:
         config = anatomy.config(anatomy.autoencoder)
         return int(config.get("latent_channels") or config.get("z_dim") or 4)
@@ -99,12 +99,14 @@ def pixel_shape(anatomy: Anatomy, shape: Shape) -> tuple[int, ...]:
 
 
 def dtype_of(anatomy: Anatomy, name: str, as_loaded: bool = False) -> torch.dtype:
-    """The type of a component's inputs: the one in which its host computes, else the weights' own.
+    """Return the type of a component's inputs: the type in which its host computes, else that of the weights.
 
     Weights of 8 bits are widened for use, so if a component has other weights, their type counts.
 
     Args:
-        as_loaded: use the types before conversions by our hooks.
+        anatomy: of the target.
+        name: name of the component.
+        as_loaded: True to use the types before our hooks converted them.
     """
     tensors = anatomy.components[name].parameters()
     dtypes = (loaded_dtype(tensor) if as_loaded else tensor.dtype for tensor in tensors)
@@ -113,8 +115,15 @@ def dtype_of(anatomy: Anatomy, name: str, as_loaded: bool = False) -> torch.dtyp
 
 
 def unpack(anatomy: Anatomy, latents: Any) -> Any:
-    """``latents``, or where they are packed as FLUX.2 denoises them, squares of 2x2 normalised by the autoencoder's
-    batch norm, what they are of; a host's own decode unpacks them."""
+    """Return ``latents`` (N, C, h, w), unpacked if they are packed as FLUX.2 denoises them: 2x2 squares, normalised by
+    a batch norm.
+
+    A host's own decode unpacks them, so a host's latents stay as they are.
+
+    Args:
+        anatomy: with the autoencoder.
+        latents: (N, C, h, w) or (N, 4 C, h / 2, w / 2).
+    """
     norm = getattr(anatomy.vae, "bn", None)
     if (
         norm is None

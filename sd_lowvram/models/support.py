@@ -24,7 +24,16 @@ _TOLD_FIRST = ("transformer", "unet", "prior", "decoder", "vae")
 
 
 def check(owner: Any, parts: Mapping[str, nn.Module], served: Served) -> None:
-    """Raise UnsupportedModelError unless every part of ``owner`` is planned, be it by a trace of its plain call."""
+    """Refuse ``owner`` unless every part of it can be planned.
+
+    Args:
+        owner: the pipeline.
+        parts: its models by name.
+        served: the kinds of models that are planned, by name.
+
+    Raises:
+        UnsupportedModelError: a part cannot be planned.
+    """
     unknown = [name for name, module in parts.items() if name not in served or not served[name](module)]
     if not unknown:
         return
@@ -48,8 +57,11 @@ def names_planned_alone(parts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_casting(parts: Mapping[str, nn.Module]) -> None:
-    """Raise ConflictError where diffusers changes the type of a part's weights around every call of a layer, which a
-    trace cannot follow."""
+    """Refuse parts whose weights diffusers casts around every call of a layer, which a trace cannot follow.
+
+    Raises:
+        ConflictError: a part is cast layer by layer.
+    """
     for name, part in parts.items():
         if "layerwise_casting" in diffusers_hooks(part):
             raise ConflictError(
@@ -60,8 +72,12 @@ def check_casting(parts: Mapping[str, nn.Module]) -> None:
 
 
 def check_moved(parts: Mapping[str, nn.Module]) -> None:
-    """Raise ConflictError where accelerate or diffusers moves a part's weights itself, so that nobody else can, and no
-    plan of their memory holds."""
+    """Refuse parts whose weights accelerate or diffusers moves: nobody else can move them, and no plan of their memory
+    holds.
+
+    Raises:
+        ConflictError: a part is moved by other hooks.
+    """
     for name, part in parts.items():
         if any(not isinstance(getattr(module, "_hf_hook", _HERE), ExecutionDevice) for module in part.modules()):
             raise ConflictError(
@@ -81,13 +97,13 @@ _MOVED = "another program moves the weights of {} already: load the model withou
 
 
 class ExecutionDevice:
-    """Tells a pipeline of diffusers on which device its models run, as accelerate's hooks do, and does nothing else.
+    """A hook that says to a pipeline of diffusers on which device its models run, as accelerate's hooks do.
 
-    A pipeline whose weights wait in host memory takes itself to be there: it draws the noise there, refuses a CUDA
-    generator, and mixes guidance and steps in 16 bits on the processor, which gives other bits than on the device, and
-    waits for the device in each step.
+    Without it, a pipeline whose weights wait in host memory runs its own code there: it draws the noise there, refuses
+    a CUDA generator, and mixes guidance and steps in 16 bits on the processor. That gives other bits than on the
+    device, and waits for the device in each step.
 
-    Source: ``DiffusionPipeline._execution_device``, which asks its modules for ``_hf_hook``.
+    Source: ``DiffusionPipeline._execution_device``, which reads ``_hf_hook`` of its modules.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,10 +141,12 @@ def diffusers_hooks(part: nn.Module) -> set[str]:
 def unsupported_error(
     owner: Any, part: str = "", module: Any = None, works: tuple[str, ...] = ()
 ) -> UnsupportedModelError:
-    """The error that ``owner`` cannot be planned because of ``module``, its ``part``, with the parts that can be.
+    """Return the error that ``owner`` cannot be planned, with the parts that can be planned by themselves.
 
     Args:
+        owner: the target.
         part: name of the part; empty if ``owner`` itself cannot be planned.
+        module: that part.
         works: names of parts that can be planned by themselves.
     """
     module = owner if module is None else module

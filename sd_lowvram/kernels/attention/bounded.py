@@ -164,6 +164,12 @@ def fused_softmax(
 
     Fidelity: rounding. Source: partially fused softmax, Chen et al. 2023, "Speed Is All You Need"; the merging of
     chunks is the online softmax of Milakov and Gimelshein 2018.
+
+    Args:
+        q, k, v, mask, scale, upcast, score_bytes: as for :func:`sliced`.
+
+    Returns:
+        As :func:`sliced`.
     """
     problem = problem_of(q, k, v, mask, upcast)
     blocks = fused_blocks(problem, score_bytes)

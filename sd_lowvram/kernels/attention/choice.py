@@ -30,7 +30,12 @@ def default_backends(device: torch.device) -> list[str]:
 
 
 def attention(settings: Settings, device: torch.device) -> AttentionFunction:
-    """The backend that ``settings`` ask for, as one function ``(q, k, v, mask=None, scale=None, *, upcast=False)``.
+    """Return the backend that ``settings`` request, as one function ``(q, k, v, mask=None, scale=None, *,
+    upcast=False)``.
+
+    Args:
+        settings: ``attention``, ``attention_mib`` and ``deterministic`` are read.
+        device: device that computes.
 
     Raises:
         SettingsError: see `choose_backend`.
@@ -39,13 +44,18 @@ def attention(settings: Settings, device: torch.device) -> AttentionFunction:
 
 
 def choose_backend(settings: Settings, device: torch.device) -> str:
-    """The name of the backend: the one that is asked for, else the fastest; with ``deterministic`` only proved ones.
+    """Return the name of the backend: the requested one, else the fastest; with ``deterministic`` only proved ones.
 
-    Where xformers is asked for and cannot run, a warning says so and torch's own kernels take its place, as in the
-    programs that made it known: it is an optional speed-up there, and whatever runs gives the same picture.
+    If xformers is requested and cannot run, a warning says so and torch's own kernels take its place, as in the
+    programs that made it known.
+
+    Args:
+        settings: as for :func:`attention`.
+        device: device that computes.
 
     Raises:
-        SettingsError: it cannot run on ``device``, or has not repeated its bits there; the message says what would do.
+        SettingsError: the backend cannot run on ``device``, or has not repeated its bits there; the message names a
+            remedy.
     """
     name = settings.attention
     if name == "xformers" and (why := xformers_why_not(device)):

@@ -64,7 +64,14 @@ def _examine(name: str, backend: AttentionBackend, device: torch.device) -> Proo
 
 
 def examine(name: str, function: AttentionFunction, device: torch.device, runs: int = RUNS) -> Proof:
-    """Test ``function`` with ``runs`` runs of each shape."""
+    """Test ``function`` with ``runs`` runs of each shape.
+
+    Args:
+        name: name of the backend.
+        function: its function.
+        device: device that computes.
+        runs: runs of each shape.
+    """
     ran = 0
     for shape, dtype in _problems(device):
         try:

@@ -64,7 +64,12 @@ class Problem:
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, upcast: bool = False) -> Problem:
-    """The problem that q (batch, heads, queries, width), k, v and a broadcastable mask pose."""
+    """Return the problem of a call of attention.
+
+    Args:
+        q, k, v, mask: as for :func:`.bounded.sliced`.
+        upcast: True if scores are requested in float32.
+    """
     kind = None if mask is None else "bool" if mask.dtype == torch.bool else "float"
     elements = 0 if mask is None else mask.numel()
     batch, heads, queries, width = q.shape
@@ -74,7 +79,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, upca
 
 
 def device_of_run(device: torch.device) -> torch.device:
-    """The device of the run that shapes stand for: traces keep fake tensors on the CPU also when they mean a GPU."""
+    """Return the device of the run: in a trace for a GPU that GPU, although its fake tensors are on the CPU."""
     return torch.device("cuda") if device.type in ("cpu", "meta") and not traces_cpu() else device
 
 

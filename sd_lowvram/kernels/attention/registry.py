@@ -65,12 +65,16 @@ def attend(
     upcast: bool = False,
     score_bytes: int = SCORE_BYTES,
 ) -> Tensor:
-    """Attention by the backend of this name; arguments and result as in :class:`.backend.AttentionFunction`.
+    """Compute attention by the backend of this name.
 
-    Fake tensors that it cannot look through are answered in its place, and what it holds is booked.
+    Results for fake tensors are made here if the backend's kernels cannot be traced, and its bytes are booked.
+
+    Args:
+        name: a name in :func:`backends`.
+        q, k, v, mask, scale, upcast, score_bytes: as for :class:`.backend.AttentionFunction`.
 
     Raises:
-        SettingsError: it cannot run this shape, type, mask or device; the message says why and what would.
+        SettingsError: the backend cannot run this shape, type, mask or device; the message says why, and what can.
     """
     backend = BACKENDS.get(name) or backends()[name]
     if backend.why_not is not None or backend.held_bytes is not None:
@@ -83,7 +87,7 @@ def attend(
 
 
 def available_backends(device: torch.device) -> dict[str, str | None]:
-    """Every backend, and why it cannot run on ``device``: None where it can, for the shapes that suit it."""
+    """Return every backend with the reason why it cannot run on ``device``; None if it can, for shapes that suit it."""
     problem = Problem(1, 1, 16, 16, 64, 64, dtype_on(device), device, real=is_present(device))
     return {name: backend.why_not(problem) if backend.why_not else None for name, backend in backends().items()}
 

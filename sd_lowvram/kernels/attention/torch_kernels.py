@@ -93,12 +93,18 @@ REMEDY = "Choose attention='sdpa', which picks a kernel for every layer, or 'fus
 
 
 def choose_kernel(problem: Problem, score_bytes: int) -> str:
-    """ "cudnn", "flash", "efficient", "torch" or "sliced" for this problem: the first that can run in bounded memory.
+    """Return the first kernel that can run ``problem`` in bounded memory.
 
-    cuDNN's kernel is included if torch chooses it by itself and its memory was measured on the GPU.
+    cuDNN's kernel is included if torch chooses it by itself and its memory was measured on the GPU. torch's math kernel
+    never gets a large score matrix, because it would hold it whole. On devices other than CUDA and the CPU the kernel
+    is unknown, so torch's own choice ("torch") gets small matrices only.
 
-    torch's math kernel never gets a large score matrix, because it would hold it whole. On devices other than CUDA and
-    the CPU the kernel is unknown, so torch's own choice ("torch") gets small matrices only.
+    Args:
+        problem: the call.
+        score_bytes: the most bytes of scores held at once.
+
+    Returns:
+        "cudnn", "flash", "efficient", "torch" or "sliced".
     """
     if problem.device.type not in ("cuda", "cpu"):
         return "torch" if 2 * problem.scores * problem.score_dtype.itemsize <= score_bytes else "sliced"
@@ -107,7 +113,7 @@ def choose_kernel(problem: Problem, score_bytes: int) -> str:
 
 
 def own_kernel(problem: Problem) -> str:
-    """The kernel that torch chooses by itself, on this GPU, for these widths and this type; "" if unknown."""
+    """Return the kernel that torch chooses by itself on this GPU for these widths and this type; "" if unknown."""
     if problem.device.type != "cuda" or not torch.cuda.is_available() or _is_compiling():
         return ""
     with SWITCHES.left_alone():
@@ -125,10 +131,14 @@ def _own_kernel(width: int, value_width: int, dtype: torch.dtype, device: torch.
 
 
 def why_not(kernel: str, problem: Problem) -> str | None:
-    """Why "flash", "efficient" or "cudnn" cannot run this problem; None when it can.
+    """Return the reason why a kernel cannot run ``problem``; None if it can.
 
-    The rules name what is known of the kernels; where the device is present, a small trial has the last word, because
-    builds of torch differ.
+    Rules name what is known of the kernels. If the device is present a small trial decides, because builds of torch
+    differ.
+
+    Args:
+        kernel: "flash", "efficient" or "cudnn".
+        problem: the call.
     """
     why = _RULES[kernel](problem)
     if why is None and problem.real:
@@ -270,7 +280,7 @@ _to_book: ContextVar[str] = ContextVar("kernel to book", default="")
 
 
 def kernel_to_book() -> str:
-    """The kernel whose memory a trace in this thread is to book now; "" where the choice is torch's."""
+    """Return the kernel whose memory a trace in this thread books now; "" if torch chooses."""
     return _to_book.get()
 
 

@@ -39,7 +39,11 @@ def group_norm(
     """GroupNorm of ``x`` (N, C, H, W), followed by SiLU if ``silu``. Return a new tensor of the same layout.
 
     Args:
+        x: (N, C, H, W).
+        groups: number of groups of channels.
         weight, bias: (C) each, of any floating type.
+        eps: added to the variance.
+        silu: True to apply SiLU.
     """
     count, channels, pixels = x.shape[0], x.shape[1], x.shape[2:].numel()
     width = channels // groups

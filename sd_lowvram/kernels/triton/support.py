@@ -20,8 +20,9 @@ FUSED = ("group_norm", "geglu")
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot run on ``device``; None where they can. Triton is imported where all else speaks for
-    it, once."""
+    """Return the reason why Triton's kernels cannot run on ``device``; None if they can. Triton is imported once, if
+    all else allows it.
+    """
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         return f"Triton's kernels run on CUDA, not on {device.type}"
