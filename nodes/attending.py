@@ -42,7 +42,7 @@ def override(
     """The host's override: ``settings``' attention in place of the host's kernel.
 
     Args:
-        note: told at every call that we compute which attention it is: its block, and how many keys it has.
+        note: function that is called with each attention that we compute: its block, and the number of its keys.
         theirs: an override that is there already. It stays the outer one and gets ours for the host's kernel.
 
     Raises:
@@ -91,7 +91,7 @@ def _apart(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor,
 
 
 def _mask(mask: Tensor | None) -> Tensor | None:
-    """A mask of (queries, keys), or (batch, queries, keys), with room for heads."""
+    """A mask of (queries, keys), or (batch, queries, keys), with a dimension for heads."""
     if mask is None or mask.dim() not in (2, 3):
         return mask
     return mask[None, None] if mask.dim() == 2 else mask[:, None]

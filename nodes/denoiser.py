@@ -2,7 +2,7 @@
 
 Clones of a model share one UNet, so nothing may stay on it between calls. Around a whole sampling the plan takes the
 place of the host's estimate of activations: the host keeps more of the model on the device, and puts no more prompts
-into a call than fit. While it loads the weights it is told besides of the memory that lies outside the budget.
+into a call than fit. While it loads the weights it also gets the bytes that are outside the budget.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Denoiser:
         return math.prod((shape[0], *self._pixels(shape)))
 
     def _step_ended(self) -> None:
-        """Tell the time of the sampling anew where its steps take more or fewer calls than was known beforehand."""
+        """Update the predicted time of the sampling if its steps need more or fewer calls than was expected."""
         sizes = self._clock.sizes
         if len(sizes) == 1:
             calls = sizes[0] / _size(self._planned) * (self._evaluations or 1)
@@ -272,7 +272,7 @@ class Denoiser:
             return executor(model, *args, **kwargs)
 
     def needed_beside(self, stock: Callable[..., float], *args: Any, **kwargs: Any) -> float:
-        """Bytes that a step takes beside the weights; ``stock`` is the host's own estimate, of these arguments."""
+        """Bytes that a step needs in addition to the weights; ``stock`` is the host's own estimate."""
         return _activation_bytes(self.record.plans["denoise"])
 
     def vram(self) -> int:
@@ -365,7 +365,7 @@ class Denoiser:
 
     @contextlib.contextmanager
     def _measured(self, unet: Any, x: Tensor, anatomy: Anatomy | None = None) -> Iterator[None]:
-        """Record the first of the largest calls of a sampling; the others are its like."""
+        """Record the first of the largest calls of a sampling; all calls of that size are equal."""
         size = self._size_of(x.shape)
         if size <= self._largest or not host.is_watched(self._device):
             yield

@@ -28,7 +28,7 @@ def range_of(patcher: Any) -> Any:
 
 
 def paged(patcher: Any) -> int:
-    """Bytes of the weights that are on the card beside torch's allocator, which does not see them."""
+    """Bytes of the weights on the GPU that torch's allocator does not see."""
     weights = range_of(patcher)
     return 0 if weights is None else int(weights.loaded_size())
 

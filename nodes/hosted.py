@@ -69,7 +69,7 @@ class Conditions:
 
     Attributes:
         text: tokens and width of the text.
-        others: by the host's names: shapes of tensors, of several tensors, and plain values.
+        others: further arguments by the host's names: shapes of tensors, of several tensors, and plain values.
     """
 
     text: tuple[int, int]

@@ -1,6 +1,6 @@
-"""A plan beside ComfyUI's own loading: our hooks bound the activations, the host keeps what it likes of the weights.
+"""Plans with ComfyUI's own loading: our hooks limit the activations, and the host decides which weights it keeps.
 
-Where not all of them fit it keeps the largest layers and copies each of the others in for its call.
+If not all weights fit, the host keeps the largest layers and copies each of the rest in for its call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Loading:
     reserve: int = 0
 
     def kept(self, weights: int, vram: int, activations: int) -> int:
-        """Bytes of ``weights`` on a device of which ``vram`` may be used, beside ``activations``."""
+        """Bytes of ``weights`` on a device of which ``vram`` may be used, in addition to ``activations``."""
         if self.whole:
             return weights
         return min(weights, max(self.least, min(self.most, vram - activations - self.reserve)))
@@ -67,7 +67,7 @@ class InRange(Loading):
 
     @staticmethod
     def pages(room: int) -> int:
-        """Bytes of the whole pages in ``room``."""
+        """Bytes of the whole pages within ``room`` bytes."""
         return max(0, room) // _PAGE * _PAGE
 
     @staticmethod
@@ -83,7 +83,7 @@ class InRange(Loading):
 
 
 def beside_weights(stage: StagePlan) -> int:
-    """Bytes that a stage takes of the device beside its weights, workspaces included."""
+    """Bytes that a stage needs on the device in addition to its weights, workspaces included."""
     return stage.reserved_bytes - stage.weights_bytes
 
 

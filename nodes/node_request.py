@@ -42,7 +42,7 @@ def chosen(settings: ChosenSettings | None) -> ChosenSettings:
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """A budget as it was written, the knobs that are fixed, and the steps that times are told for."""
+    """A budget as it was written, the knobs that are fixed, and the steps of the predicted times."""
 
     budget: str
     settings: Settings
@@ -60,10 +60,10 @@ class NodeRequest:
         encodes: bool = False,
         frames: int = 1,
     ) -> Plan:
-        """The fastest settings that fit beside the weights that the host keeps.
+        """Return the fastest settings that fit together with the weights that the host keeps.
 
         Raises:
-            BudgetError: nothing fits; it tells the smallest budget that does.
+            BudgetError: nothing fits; the error has the smallest budget that works.
             BadInputError: a size or a budget that cannot be used.
         """
         request = request_for(
@@ -83,7 +83,7 @@ class NodeRequest:
 
 
 def plan_for_host(anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
-    """The fastest settings that fit ``request`` beside the weights that the host keeps.
+    """Return the fastest settings that fit ``request`` together with the weights that the host keeps.
 
     The layout of maps is the host's own, and so is inference mode, which no node attaches (``attachable``): a plan must
     not count what our hook for it saves.
@@ -165,7 +165,7 @@ class PlanRecord:
                 figures.pop(stage, None)
 
     def ran(self, seconds: list[float], calls: list[float]) -> None:
-        """Put in what each step of a sampling took; the first, in which a model warms up, tells least."""
+        """Add the seconds of each step of a sampling; the first step, in which a model warms up, counts least."""
         self.step_seconds, self.step_calls = seconds, calls
         like = calls[1:] or calls
         if like:
@@ -188,7 +188,7 @@ class PlanRecord:
             host.show(sentence)
 
     def say(self, sentence: str) -> None:
-        """Keep ``sentence`` with all that is told of the models."""
+        """Add ``sentence`` to the report on the models."""
         if sentence not in self.standing:
             self.standing.append(sentence)
 

@@ -14,7 +14,7 @@ from .interfaces import HostVAE, ModelPatcher
 _VAES = "the VAEs of SD1.x, SD2.x, SDXL, SD3, FLUX.1, FLUX.2, Qwen-Image, Wan and models that use one of these"
 
 SHARED: dict[str, str] = {}
-"""Keys of the wrappers of a MODEL that others' nodes made of two: why no plan can be made for it, and what to do."""
+"""Wrappers of a MODEL that third-party nodes made of two, by key: why it cannot be planned, and what to do."""
 
 
 class UnservedVAEError(BadInputError):

@@ -43,7 +43,7 @@ def saved_first(latents: Tensor, choice: str, workflow: Workflow) -> Iterator[No
 
 
 def _saved(latents: Tensor, workflow: Workflow) -> Path | None:
-    """The file with ``latents``; what keeps them from it is told, and the decode goes on."""
+    """Save ``latents`` and return the file; a failure is reported, and the decode goes on."""
     import folder_paths
 
     path = new_place(Path(folder_paths.get_output_directory()))

@@ -53,8 +53,8 @@ def folder_of(kind: str) -> Path | None:
 def private(folder: Path) -> Path | None:
     """Return ``folder``, closed to other users if they could write to it; None: it belongs to another user.
 
-    Files in it that others could write until now are removed from a folder of code. A system without owners of files
-    is not checked.
+    Files in it that other users could write until now are removed from a folder of code. A system without owners of
+    files is not checked.
     """
     try:
         about = os.stat(folder)

@@ -47,7 +47,7 @@ FIDELITIES = (
 
 
 class Act(enum.Enum):
-    """A behaviour of a knob with which some others cannot be combined.
+    """A behaviour of a knob with which some other knobs cannot be combined.
 
     Its value ends the sentence ``... cannot go with ..., which``.
     """

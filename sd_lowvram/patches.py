@@ -216,7 +216,7 @@ def is_foreign(owner: Any, attribute: str) -> bool:
     here = vars(owner).get(attribute, _ABSENT)
     if slot is not None and here is slot.installed:
         here = slot.before
-    elif isinstance(here, Trampoline):  # of ours that are gone, kept and put back by somebody else
+    elif isinstance(here, Trampoline):  # a former patch of ours, restored by other code
         here = here.function
     own = getattr(here, "__self__", None) is owner and here.__func__ is getattr(type(owner), attribute, None)
     return here is not _ABSENT and not own

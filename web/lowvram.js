@@ -1,4 +1,4 @@
-// Shows in the node itself what our nodes tell. Of the page's modules only app.js is public: the box is made with what
+// Shows the reports of our nodes in the node itself. Of the page's modules only app.js is public: the box is made with what
 // nodes have of their own, and where a page has no addDOMWidget the text becomes a line of the canvas.
 import { app } from "../../scripts/app.js";
 
@@ -77,7 +77,7 @@ function nodeOf(id) {
   return node;
 }
 
-// What was refused when the workflow was queued takes the place of what our nodes told of the run before.
+// A refusal when the workflow is queued replaces our nodes' reports of the run before.
 function showRefusals() {
   for (const [id, { errors }] of Object.entries(app.lastNodeErrors ?? {})) {
     const node = nodeOf(id);

@@ -106,7 +106,7 @@ _PLACE_OF_SAVING = 30
 """The knobs before this place come before it: payloads are positional."""
 
 IN_SIGHT = ("vram", "preset")
-"""The arguments in sight in the panel; all others fold away under "Advanced"."""
+"""The arguments that the panel shows; the rest is folded under "Advanced"."""
 
 
 def arguments() -> tuple[Argument, ...]:

@@ -35,7 +35,7 @@ class PreviewedModel:
     """A checkpoint that is not loaded yet.
 
     Attributes:
-        other_bytes: of its text encoders, in the type in which the host will hold them beside it.
+        other_bytes: bytes of its text encoders, in the type in which the host will hold them.
         kind: which host it is for, see :func:`host.kind`.
         lowvram: whether AUTOMATIC1111 will move its weights.
     """
@@ -48,7 +48,7 @@ class PreviewedModel:
 
 def model() -> Any:
     """The loaded model, or a :class:`PreviewedModel`; None when no checkpoint is chosen, or it is none that we can
-    read, or the host has not told yet in which type it will load it."""
+    read, or the host has not decided yet in which type it will load it."""
     loaded = getattr(sd_models.model_data, "sd_model", None)
     if host.is_loaded(loaded):
         return loaded
@@ -88,7 +88,7 @@ def _drawn(file: str, changed: float) -> PreviewedModel:
     header = read_header(Path(file))
     config = beside(SimpleNamespace(filename=file))
     if config is None and header.shape(_SD2)[1:] == (1024,):
-        config = sd_models_config.config_sd2  # the host would run it to tell which prediction it makes: here all one
+        config = sd_models_config.config_sd2  # the kind of its prediction makes no difference here
     if config is None:
         shapes = {name: torch.empty(entry.shape, device="meta") for name, entry in header.tensors.items()}
         config = sd_models_config.guess_model_config_from_state_dict(shapes, file)

@@ -16,7 +16,7 @@ def build(
     """Draw the panel.
 
     Args:
-        accordion: the host's InputAccordion: a checkbox that is an accordion too, with room in its head.
+        accordion: the host's InputAccordion: a checkbox that is an accordion too, with space for text in its title bar.
         tab: "txt2img" or "img2img", for the elements' ids.
         values: what the controls show at first, by name.
         without: arguments that stay out of sight, as the host sees to them itself.

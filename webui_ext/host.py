@@ -65,7 +65,7 @@ def moves_weights(model: Any) -> bool:
 
 
 def swaps_layers(model: Any) -> bool:
-    """True if the host keeps as many layers of a model as fit on the device, and fetches the others for their call."""
+    """True if the host keeps as many layers of a model as fit on the device, and fetches the rest for their calls."""
     return kind(model) != "a1111"
 
 
@@ -155,7 +155,7 @@ def unscaled(model: Any, latents: Tensor) -> Tensor:
 
 
 def autoencoder_file(model: Any) -> str | None:
-    """The file that the autoencoder came from; None: the host does not tell which of several."""
+    """The file that the autoencoder came from; None: the host does not report which of several."""
     from modules import sd_models
 
     if getattr(getattr(sd_models, "model_data", None), "forge_loading_parameters", {}).get("additional_modules"):

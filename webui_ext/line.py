@@ -58,7 +58,7 @@ class Line:
         controls, outputs = self.ours
         inputs = [*(self.theirs[name] for name in self.names), *controls, *self.tiled]
         event = {"fn": self.tell, "inputs": inputs, "outputs": outputs, "show_progress": "minimal", "queue": False}
-        second = event | {"fn": self.tell_in_turn, "show_progress": "hidden"}  # what is told until then stays in sight
+        second = event | {"fn": self.tell_in_turn, "show_progress": "hidden"}  # the last verdict stays until then
         enabled = controls[[argument.name for argument in arguments()].index("enabled")]
         enabled.change(**event).then(**second)  # also when it goes off, which empties both
         event["_js" if gr.__version__.startswith("3.") else "js"] = _while_on(inputs.index(enabled), len(inputs))

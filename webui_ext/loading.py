@@ -40,7 +40,7 @@ def ways(model: Any, dissected: Anatomy) -> Iterator[dict[str, int]]:
 
 
 _FOR_INFERENCE = 1 << 30
-"""Bytes that Forge and reForge leave free beside the weights, where they do not say how many."""
+"""Bytes that Forge and reForge leave free in addition to the weights, if they do not report how many."""
 _MANAGEMENT = ("backend.memory_management", "ldm_patched.modules.model_management")
 """Forge's and reForge's own."""
 

@@ -132,7 +132,7 @@ def _plan(kept: Mapping[str, int], anatomy: Anatomy, request: Request, settings:
 
 
 def _told_who_decides(model: Any, plan: Plan, anatomy: Anatomy) -> Plan:
-    """``plan`` with the reason that the host keeps what it has room for, whatever the budget."""
+    """``plan`` with the reason that the host keeps as many weights as fit, whatever the budget."""
     reasons = (reason for reason in plan.reasons if reason.kind is not Kind.HOST_FETCHES)
     return dataclasses.replace(plan, reasons=(*reasons, loading.decision(model, anatomy, plan)))
 
@@ -254,7 +254,7 @@ def _answers(what: Generation | str) -> Iterator[None]:
 def start(
     model: Any, chosen: Mapping[str, Any], picture: Generation, given_up: tuple[FallbackStep, ...] = ()
 ) -> tuple[Plan, Attachment]:
-    """Plan, attach, and tell of it in the log. A larger picture (a hires fix), or more rows of the denoiser's batch, is
+    """Plan, attach, and report it in the log. A larger picture (a hires fix), or more rows of the denoiser's batch, is
     planned anew before its first step, or refused there; so is another model (a refiner).
 
     Args:
@@ -267,7 +267,7 @@ def start(
 
 
 def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Plan) -> tuple[Plan, Attachment]:
-    """Attach ``plan`` in place of what is attached, and tell of it."""
+    """Attach ``plan`` in place of what is attached, and report it in the log."""
     settings = _attachable(model, plan.settings)
     target = host.planned(model)
     coming = Attachment(anatomy_of(target), settings, plan.request.device)
@@ -368,7 +368,7 @@ def _refuse_hypernetworks(anatomy: Anatomy) -> Iterator[Patch]:
 
 
 def _leaner(model: Any, chosen: Mapping[str, Any], picture: Generation, short: Shortage) -> None:
-    """Go on with what needs less than the plan by which the run is ``short`` of memory, and tell of it."""
+    """Attach a plan with less memory than the one with which the run is ``short`` of it, and report it in the log."""
 
     def make(request: Request, held: Settings) -> Plan:
         return plan_for(model, {**_within(chosen, request), **chosen_of(held)}, picture)

@@ -1,4 +1,4 @@
-"""Latents in a file beside the pictures, from the end of their sampling to that of the generation.
+"""Latents in a file next to the pictures, from the end of their sampling to the end of the generation.
 
 A sampler's own call is watched, as a hires fix decodes right after it; what a mask changes then comes with the host's
 word that the sampling has ended.
@@ -48,7 +48,7 @@ def _watched(p: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def save(p: Any, latents: Any) -> None:
-    """Write ``latents``, scaled as the denoiser has them; what keeps them from the file is told, and no error."""
+    """Write ``latents``, scaled as the denoiser has them; a failure is logged and raises no error."""
     ended = not isinstance(latents, Tensor) or latents.ndim != 4 or getattr(latents, "already_decoded", False)
     if ended or getattr(p, _CHOICE, CHOICES[0]) == CHOICES[0]:
         return

@@ -40,7 +40,7 @@ class LowVRAMScript(scripts.Script):
         self._line_of().offer(component, kwargs.get("elem_id"))
 
     def _line_of(self) -> Line:
-        """The host makes its scripts without arguments, and asks ``show`` before it tells them their tab."""
+        """The host makes its scripts without arguments, and calls ``show`` before it sets their tab."""
         if not hasattr(self, "_line"):
             self._line = Line("img2img" if self.is_img2img else "txt2img")
         return self._line

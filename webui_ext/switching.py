@@ -21,7 +21,7 @@ Switch = Callable[[Callable[[], Any], Callable[[], Any]], Any]
 
 def watched(model: Any, switch: Switch) -> Iterator[Patch]:
     """A patch of the host's loading: another model than ``model`` is loaded by ``switch(load, loaded)``, where ``load``
-    is what the host would do and ``loaded`` tells what it has then."""
+    is what the host would do and ``loaded`` returns what it has then."""
     name = "forge_model_reload" if host.kind(model) == "forge" else "reload_model_weights"
     if hasattr(sd_models, name):
         yield wrap(sd_models, name, functools.partial(_loading, model, switch), "switching")

@@ -76,7 +76,7 @@ def work(
     retries: int = 0,
     stop_on_error: bool = False,
 ) -> None:
-    """Paint ``entries`` with ``crew``; each result is in ``folder`` and in the journal before ``tell`` is called.
+    """Paint ``entries`` with ``crew``; each result is in ``folder`` and in the journal before ``tell`` reports it.
 
     Args:
         pictures: for each line of the file, the number of pictures that the job's plan makes in all.

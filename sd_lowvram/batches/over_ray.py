@@ -258,7 +258,7 @@ class Actors:
         return []
 
     def _files_of(self, job: Job) -> Sizes:
-        """Files on this machine that ``job`` names; others are on the machines of the workers."""
+        """Files on this machine that ``job`` names; all other files are on the machines of the workers."""
         for name in _FILES:
             path = getattr(job, name)
             if path is not None and str(path) not in self._sizes:

@@ -27,10 +27,10 @@ _PROMPT = 48
 """Characters of a prompt that are shown."""
 
 _LAST = 8
-"""Lines of the table that tell what has ended."""
+"""Lines of the table for jobs that have ended."""
 
 _USUAL = 512
-"""Pixels a side, where a job leaves that to a model that does not tell."""
+"""Pixels a side, if neither the job nor the model's configuration has a size."""
 
 
 class Progress:

@@ -66,7 +66,7 @@ def check(wanted: Wanted, base: Job, chosen: dict[str, Any]) -> list[Task]:
 
 
 def run(tasks: Sequence[Task], wanted: Wanted) -> int:
-    """Make what has no result yet, and tell how it ended; returns the exit code, that of the first job that failed."""
+    """Run the jobs without a result and report how they ended; return the exit code of the first job that failed."""
     try:
         check_place(wanted.out)
     except OutputError:
@@ -132,7 +132,7 @@ def _crew(wanted: Wanted) -> Iterator[Crew]:
 
 
 def _tell_changes(changes: JobChanges, jobs: Path, done: int) -> None:
-    """Tell what differs from the last run, where there was one."""
+    """Report differences from the last run, if there was one."""
     if changes.found:
         note(f"found, and taken up without a journal: {_some(changes.found)}")
     if changes.first:
@@ -159,7 +159,7 @@ def _some(things: Sequence[object]) -> str:
 
 
 def _ended(progress: Progress, changes: JobChanges, jobs: list[dict[str, Any]], wanted: Wanted) -> int:
-    """Tell how the batch ended; the exit code: that of the first job that failed."""
+    """Report how the batch ended; return the exit code of the first job that failed."""
     if wanted.as_json:
         summary: dict[str, Any] = {"folder": str(wanted.out), "sheet": NAME, "seconds": round(progress.seconds, 3)}
         summary |= {"pictures_an_hour": round(progress.pictures_an_hour, 1), **dataclasses.asdict(changes)}

@@ -128,7 +128,7 @@ def build_components(
         if component in config:
             with torch.device("meta"), Unfilled():
                 model = empty_model(config[component])
-            # The base class's `to`: diffusers' own warns of parts kept in float32, of which these have none.
+            # The base class's `to`: diffusers' own warns of parts that stay in float32, which these models do not have.
             model = torch.nn.Module.to(model, dtype or torch.float32).eval().requires_grad_(False)
             models[component] = model if device == "meta" else _fill_with_noise(model, torch.device(device), seed)
     return models
@@ -163,7 +163,7 @@ def pipeline_class(prefix: str, suffix: str = "Pipeline") -> Any:
 def class_of(config: Mapping[str, Any]) -> Any:
     """The class that a model's configuration names: of diffusers, or one that was registered.
 
-    diffusers takes a class of others' from a folder only where its module was imported before.
+    diffusers takes a third-party class from a folder only if its module was imported before.
 
     Raises:
         CheckpointError: there is none of this name.
@@ -231,7 +231,7 @@ def vocabulary() -> dict[str, int]:
     Numbered as CLIP does: the 256 bytes, the same at the end of a word, every merge in order, start and end of text.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    # Bytes that have no glyph of their own are written as the letters from U+0100 on, after all others.
+    # Bytes without a glyph of their own are written as the letters from U+0100 on, after all glyphs.
     letters = [chr(byte) for byte in printable] + [chr(256 + place) for place in range(256 - len(printable))]
     words = [letter + "</w>" for letter in letters]
     tokens = [*letters, *words, *(merge.replace(" ", "") for merge in _merges()), _START, _END]

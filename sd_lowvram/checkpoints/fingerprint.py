@@ -1,4 +1,4 @@
-"""Tells one model's files from another's without reading them whole."""
+"""Fingerprints of models' files, without reading them whole."""
 
 from __future__ import annotations
 

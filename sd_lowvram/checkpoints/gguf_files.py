@@ -1,4 +1,4 @@
-"""Transformers in GGUF files: what their header tells, and their weights, in the file's own blocks, mapped from it.
+"""Transformers in GGUF files: facts from their header, and their weights, mapped from the file in its own blocks.
 
 The ``gguf`` package knows the kinds of blocks and diffusers has the layers that widen them; both are needed only where
 such a file is given. Names in these files are those of the published checkpoints, so their converters serve.

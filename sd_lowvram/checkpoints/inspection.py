@@ -78,7 +78,7 @@ class CheckpointKind:
         prediction: prediction type of its UNet.
         unet: its UNet, if it is not the architecture's.
         zero_snr: True if its noise schedule ends at pure noise (zero terminal SNR).
-        continuous: the scheduler of a model that is sampled by noise levels (EDM), None for all others.
+        continuous: the scheduler of a model that is sampled by noise levels (EDM), None for all other models.
         latents: mean and deviation of its latents, where the file states them.
     """
 
@@ -218,7 +218,7 @@ def check_folder(folder: Path, allow_pickle: bool = False) -> None:
 
 
 def check_folder_formats(folder: Path) -> None:
-    """Raise CheckpointError where a part of a diffusers folder has scales beside its weights, of which only what the
+    """Raise CheckpointError where a part of a diffusers folder has scales next to its weights, of which only what the
     part's configuration names would be read."""
     for part in folder.iterdir():
         if part.name not in MODELS or "quantization_config" in _config_of(part):
@@ -330,7 +330,7 @@ def single_file_config(kind: CheckpointKind, prediction: str) -> dict[str, Any]:
 def detect(header: Header, path: Path, values: Callable[[str], list[float]]) -> CheckpointKind:
     """The kind of a single file, from names and shapes in its header, by their usual names.
 
-    What SD2.x predicts cannot be told from names: it is taken from the file's ModelSpec metadata, else from the spread
+    What SD2.x predicts cannot be read from names: it is taken from the file's ModelSpec metadata, else from the spread
     of one bias in the last attention block, as ComfyUI does (above 0.09 in the models that predict v). SDXL predicts
     noise unless the file carries the mark "v_pred".
 

@@ -164,7 +164,7 @@ def _load_file(
         kind = _kind_of_pickle(path, state)
     else:
         state, kind = None, kind_of(path)
-    check_channels(path, kind.in_channels, task)  # of a pickle, which tells them only now
+    check_channels(path, kind.in_channels, task)  # a pickle's channels are known only now
     if prediction not in (None, *PREDICTIONS):
         raise CheckpointError(f"prediction {prediction!r} is unknown: choose {' or '.join(PREDICTIONS)}")
     config = single_file_config(kind, prediction or kind.prediction)

@@ -33,7 +33,7 @@ def load_split(folder: Path, pipeline: Any, dtype: torch.dtype | None) -> Any:
     """A ``pipeline`` of this class of the parts in ``folder``, on the CPU.
 
     Args:
-        dtype: of the weights that are not kept in 8 bits; None: float32.
+        dtype: type of the weights that are not stored in 8 bits; None: float32.
 
     Raises:
         CheckpointError: a part lacks weights.
@@ -82,7 +82,7 @@ def load_part(place: Path, dtype: torch.dtype, *, meta: bool = False) -> nn.Modu
     """The model of a part's folder.
 
     Args:
-        dtype: of the weights that are not kept in 8 bits.
+        dtype: type of the weights that are not stored in 8 bits.
         meta: without contents, of the types and shapes that it would have.
 
     Raises:
@@ -124,7 +124,7 @@ def _empty(config: dict[str, Any], meta: bool) -> Any:
 
 
 def _weights(source: Weights, meta: bool) -> dict[str, Tensor]:
-    """The weights of a part and what is told of them, by their names in its layout, mapped from the file; on ``meta``
+    """The weights of a part and their facts, by their names in its layout, mapped from the file; on ``meta``
     their types and shapes."""
     import torch
     from safetensors.torch import load_file

@@ -1,8 +1,8 @@
-"""Weights of 8 bits in ComfyUI's files: what a header tells of them, and models that hold them as they are.
+"""Weights of 8 bits in ComfyUI's files: facts from the header, and models that hold the weights as they are.
 
-Two layouts are read, as ComfyUI's own code has them: ``scaled_fp8``, in which a layer's ``scale_weight`` stands beside
+Two layouts are read, as ComfyUI's own code has them: ``scaled_fp8``, in which a layer's ``scale_weight`` is next to
 its weight, and the newer one, in which ``weight_scale`` does and ``comfy_quant``, or the file's metadata, says what the
-layer is stored as. Weights in fp8 without a scale are kept as well.
+layer is stored as. Weights in fp8 without a scale stay as they are, too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_formats(path: Path, header: Header, instead: str = "in fp8 or int8 wit
 
 
 def has_scales(header: Header) -> bool:
-    """True if scales are stored beside weights in a file."""
+    """True if scales are stored next to weights in a file."""
     return any(name.endswith((*_SCALES, ".comfy_quant")) for name in header.tensors)
 
 
@@ -92,7 +92,7 @@ def _stated_formats(path: Path, header: Header) -> Iterator[dict[str, Any]]:
 
 
 def weight_of(name: str) -> str:
-    """The name of the weight that ``name`` is, or that it tells something of; empty: it tells of the whole file."""
+    """The name of the weight that ``name`` is, or is a fact on; empty: it is a fact on the whole file."""
     mark = next((suffix for suffix in (*_SCALES, *_LEFT_OUT) if name.endswith(suffix)), None)
     if mark is None:
         return name
@@ -108,7 +108,7 @@ Convert = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 def split_scales(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Scales]:
-    """The weights of a file, and the scales that stood beside them."""
+    """The weights of a file, and their scales."""
     import torch
 
     weights: dict[str, Tensor] = {}
@@ -120,7 +120,7 @@ def split_scales(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Scales
         elif not name.endswith(_LEFT_OUT):
             weights[name] = tensor
     for name in scales:
-        if name in weights and weights[name].dtype == torch.uint8:  # older writers kept fp8 so
+        if name in weights and weights[name].dtype == torch.uint8:  # older writers stored fp8 in this type
             weights[name] = weights[name].view(torch.float8_e4m3fn)
     return weights, scales
 
@@ -165,7 +165,7 @@ def _shortest(spread: Tensor) -> Tensor:
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], scales: Scales, computes: dtype) -> list[str]:
     """Give ``model`` the weights of ``state``: those of linear layers that are in 8 bits, or in blocks of GGUF, as they
-    are, the others in the type in which it computes.
+    are, the rest in the type in which it computes.
 
     Returns:
         The names that the model has no place for.

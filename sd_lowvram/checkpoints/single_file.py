@@ -1,6 +1,6 @@
 """The weights of a single file of SD1.x, SD2.x or SDXL, and the models that they are filled into.
 
-Weights stay mapped from their file where their type is the one that is asked for. Weights of 8 bits with scales beside
+Weights stay mapped from their file if their type is the requested one. Weights of 8 bits with scales next to
 them are widened: what acts on layers of these families takes weights of the type in which they compute.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _IGNORED = ("position_ids", "logit_scale", "text_projection", "text_projection.weight", "attn_mask")
-"""Ends of names beside weights that are read, which nothing reads."""
+"""Ends of the names of entries that are ignored."""
 
 _QKV = re.compile(r"self_attn\.([qkv])_proj\.")
 

@@ -36,7 +36,7 @@ def usual_names(names: Iterable[str]) -> dict[str, str]:
     plain = {name: name.removeprefix(wrapper) for name in all_names}
     blocks = ("input_blocks", "middle_block", "output_blocks", "time_embed", "label_emb", "out")
     inner = tuple(f"{unet}{block}." for block in blocks)
-    whole = unet in (UNET, "diffusion_model.")  # of the others not all that begins so is of the UNet
+    whole = unet in (UNET, "diffusion_model.")  # with other prefixes, not every such name is of the UNet
     vae = "vae." if not any(name.startswith(VAE) for name in plain.values()) else VAE
     usual = {}
     for name, left in plain.items():

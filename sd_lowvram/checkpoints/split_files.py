@@ -1,6 +1,6 @@
 """A model from the files that ComfyUI's users have: one of its transformer, one of each text encoder, one of its VAE.
 
-They are laid out as a diffusers folder in the cache, with configurations that their headers tell and, in place of
+They are laid out as a diffusers folder in the cache, with configurations from their headers and, in place of
 weights, a table of the files' paths; all that takes a folder takes them so. Nothing is copied or linked: Windows and
 many disks allow no symbolic links.
 """

@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     Attributes:
         kind: "flux1", "t5", "kl".
         role: that such files have in a model.
-        mark: the name that tells the kind.
+        mark: the name that identifies the kind.
         names: of all weights that the model has.
         own: what to put in place of beginnings, for the names by which configurations are read.
         diffusers: the names are those of diffusers.
@@ -62,7 +62,7 @@ class _Known(NamedTuple):
         prefixes: for each role, the prefixes that may precede the names of a layout.
         parts: for each role, the names of its parts in an all-in-one file.
         unused: names of weights that no model here needs.
-        others: for each unsupported model, marks in the names of its weights.
+        others: unsupported models, each with the marks in the names of its weights.
     """
 
     layouts: tuple[Layout, ...]

@@ -23,7 +23,7 @@ _FACTOR = 8
 
 
 def decoded(path: Path, saved: Saved, asked: dict[str, Any], keep: bool, console: Console) -> dict[str, Any]:
-    """The pictures of ``path``, beside it, as plain values for ``--json``.
+    """Decode ``path`` to pictures next to it; return plain values for ``--json``.
 
     Args:
         asked: the options of ``resume`` that were given.

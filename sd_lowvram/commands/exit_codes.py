@@ -27,7 +27,7 @@ def exit_on_error(debug: bool = False) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if debug else heard(note):
             yield
-        sys.stdout.flush()  # a full disk is told of here, and not by Python on its way out
+        sys.stdout.flush()  # a full disk is reported here, and not by Python when it exits
     except KeyboardInterrupt:
         _end(INTERRUPTED, "interrupted", debug)
     except BrokenPipeError:  # whoever read our output has left with what was wanted (head, less)

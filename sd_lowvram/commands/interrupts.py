@@ -12,7 +12,7 @@ _came: list[int] = []
 
 
 def remember_interrupts() -> None:
-    """Remember each interrupt beside raising KeyboardInterrupt; where they are ignored, they stay so."""
+    """Record each interrupt in addition to raising KeyboardInterrupt; ignored interrupts stay ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 

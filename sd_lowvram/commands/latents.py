@@ -1,4 +1,4 @@
-"""The file beside a picture from which ``resume`` goes on: its place, what it tells of the run, and back."""
+"""The file next to a picture from which ``resume`` continues: its place, its facts on the run, and reading it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _OF_ONE_MACHINE = ("settings", "memory_plot", "allow_pickle", "output")
 _COLOURS: dict[str, list[int]] = {"image": [3], "mask_image": []}
-"""The pictures to start from, as they are kept: what is beside their height and width."""
+"""The pictures to start from, as they are stored: their dimensions in addition to height and width."""
 
 
 def place_of(picture: Path) -> Path:
@@ -93,7 +93,7 @@ def job_of(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Job, list[P
     """The run that ``saved`` in ``path`` describes, and its pictures, which belong next to ``path``.
 
     Args:
-        asked: fields of the job that are others now, and its precision if that is. With another budget or precision the
+        asked: fields of the job that have changed, and its precision if that has. With another budget or precision the
             run is planned anew.
 
     Raises:

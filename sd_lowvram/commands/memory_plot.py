@@ -33,7 +33,7 @@ def check_plot(path: Path | None) -> None:
 def measured_run(job: Job, pipe: Any, plan: Any, run: Callable[[], list[Any]]) -> tuple[list[Any], MeasuredRun | None]:
     """The pictures of ``run`` and what it took; logs it when that is more than planned.
 
-    A GPU tells at no cost. On a CPU every allocation would have to be watched: only for a plot.
+    A GPU reports its peaks at no cost. On a CPU every allocation has to be recorded, so only for a plot.
     """
     if job.memory_plot is None and plan.request.device.type != "cuda":
         return run(), None

@@ -190,7 +190,7 @@ def plan_of(pipe: Any) -> Any:
 
 
 def _note_size(job: Job) -> None:
-    """Tell that the demo model, which was trained at one size, draws poorly at others."""
+    """Warn that the demo model, which was trained at one size, draws poorly at other sizes."""
     if job.model is None and (job.width, job.height) != (DEMO_SIDE, DEMO_SIDE):
         note(
             f"the demo model knows {DEMO_SIDE}x{DEMO_SIDE} alone, and draws poorly at {job.width}x{job.height}: leave "
@@ -199,7 +199,7 @@ def _note_size(job: Job) -> None:
 
 
 def note_unknown_words(job: Job) -> None:
-    """Tell of words that mean nothing to the demo model, which knows a few hundred."""
+    """Warn of words that mean nothing to the demo model, which knows a few hundred."""
     if job.model is None:
         unknown = unknown_words(f"{job.prompt} {job.negative}")
         if unknown:
@@ -284,7 +284,7 @@ def sized(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
 
 
 def optimized(job: Job, pipe: Any, device: torch.device, console: Console, pictures: int = 1) -> Any:
-    """The plan for ``job`` and others like it, ``pictures`` in all, shown and attached."""
+    """Plan ``job`` and equal jobs, ``pictures`` in all; print and attach the plan."""
     from .. import optimize
     from .. import plan as foretold
     from ..planning.as_others import attach_own
@@ -308,7 +308,7 @@ def run(job: Job, pipe: Any, images: dict[str, Any], console: Console, safety: S
     """The pictures of ``job``, by what is attached to ``pipe``.
 
     Args:
-        safety: where its latents are kept on the way; None: nowhere.
+        safety: where its latents are saved during the run; None: nowhere.
     """
     import torch
     from PIL import Image
@@ -343,7 +343,7 @@ def _after_step(
     update("steps", 0, steps)
 
     def after(pipe: Any, step: int, _: Any, values: dict[str, Any]) -> dict[str, Any]:
-        calls = max(getattr(pipe, "num_timesteps", None) or 0, steps)  # more than steps with plms, heun and others
+        calls = max(getattr(pipe, "num_timesteps", None) or 0, steps)  # more than steps with plms, heun and the like
         done = (step + 1) * steps // calls
         if keeper:
             values = keeper.after(step + 1, values)

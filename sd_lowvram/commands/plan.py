@@ -135,7 +135,7 @@ def _show_policies(as_json: bool) -> None:
 
 
 def plan_as_dict(asked: dict[str, Any], settings: Settings, *, shown: bool) -> dict[str, Any]:
-    """The plan, or one for each ratio, as plain values, made now or remembered; ``shown`` tells that it takes time.
+    """The plan, or one for each ratio, as plain values, new or stored; ``shown`` reports that it takes time.
 
     Raises:
         BudgetError: nothing fits.

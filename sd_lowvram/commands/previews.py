@@ -1,4 +1,4 @@
-"""``--preview``: small pictures of a run that is under way, beside the place of the picture."""
+"""``--preview``: small pictures of a run that is under way, next to the final picture's place."""
 
 from __future__ import annotations
 

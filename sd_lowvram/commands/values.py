@@ -120,7 +120,7 @@ def _check_pixels(file: Any, path: Path, option: str) -> None:
 
 
 def _bytes_of_pixels(path: Path) -> int:
-    """Bytes of a PNG's pixels (IDAT), as they are packed; texts beside them say nothing about its size."""
+    """Bytes of a PNG's pixels (IDAT), as they are packed; texts in the file say nothing about the picture's size."""
     size, total, place = path.stat().st_size, 0, 8
     with open(path, "rb") as file:
         while place + 8 <= size:

@@ -75,7 +75,7 @@ def made_fake(meta: Tensor, device: torch.device) -> Any:
 
 
 def may_use(instructions: str) -> bool:
-    """False where the processor is known to lack "avx2" or "amx_tile", whatever kernels torch was told to use."""
+    """False where the processor is known to lack "avx2" or "amx_tile", whatever kernels torch was set to use."""
     supports = getattr(torch.cpu, f"_is_{instructions}_supported", None)  # torch 2.6
     if supports is not None:
         return bool(supports())
@@ -107,7 +107,7 @@ def writes(tensor: Tensor) -> int:
 
 
 def is_composite(func: Any) -> bool:
-    """True if an operator is composed of others, under autograd too."""
+    """True if an operator consists of other operators, under autograd too."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 

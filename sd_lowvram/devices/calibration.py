@@ -27,7 +27,7 @@ from .performance import AMPERE, THIS, Rates
 
 _ROUNDS, _QUEUED = 3, 8
 _DISTURBED = 0.15
-"""The share of all processors taken by other programs from which on it is told: an idle desktop takes some percent."""
+"""Share of all processors used by other programs from which on it is reported: an idle desktop uses some percent."""
 _KERNELS = (512, 3, 3)
 _READ_BYTES = math.prod(_KERNELS) * 2 << 13
 _DOUBLED = 2
@@ -42,12 +42,18 @@ _ATTENTIONS = ((2, 8, 4096, 4096, 40), (2, 8, 4096, 77, 40), (2, 10, 4096, 4096,
 
 
 def calibrate(device: torch.device) -> Rates:
-    """Measure ``device`` in about two seconds; on a busy machine the figures are too low, and their source says so.
+    """Measure the rates of ``device``, in about two seconds.
 
-    Matrix rates are those of convolutions, linear layers and attention at SD1.5's shapes, mixed as its UNet mixes them,
-    and, of wide products on a card, of linear layers and attention at FLUX.1's; a CPU's reordering of weights is told
-    apart by layers of its deepest level, whose maps are small. What an operator costs besides comes from a narrow UNet
-    of diffusers where that is loaded, else from a chain of plain layers.
+    Matrix rates are those of convolutions, linear layers and attention at SD1.5's shapes, mixed as in its UNet. On a
+    GPU those of wide products come from linear layers and attention at FLUX.1's shapes. A CPU's reordering of weights
+    is measured by layers of the deepest level, whose maps are small. The time that an operator costs in addition comes
+    from a narrow UNet of diffusers if diffusers is loaded, else from a chain of plain layers.
+
+    Args:
+        device: a GPU or the CPU. On a busy machine the rates are too low, and their source says so.
+
+    Returns:
+        The rates, for plans.
     """
     from .info import device_memory
 
@@ -115,8 +121,8 @@ def _title(device: torch.device) -> str:
 def _seconds(run: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:
     """The fastest of several runs of ``run``, warmed up; on a card each is the mean of some that follow each other.
 
-    One by itself tells what it takes to ask a fast card: 203 TFLOP/s and 30 GB/s of copies were found on an H100, whose
-    runs took less than these give.
+    A single one measures the time to launch work on a fast GPU: 203 TFLOP/s and 30 GB/s of copies were found on an
+    H100, whose runs were faster than these rates allow.
     """
     calls = 1 if device.type == "cpu" else _QUEUED
     # What a computation of one thread took does not depend on who else computes; of several, only the wall knows.

@@ -27,6 +27,10 @@ _IO = Path("/proc/self/io")
 def parse_disk(text: str, what: str = "--disk") -> float:
     """Bytes a second of a disk that is named, or stated in MB/s: "sata", "550".
 
+    Args:
+        text: a named disk ("sata"), or MB/s ("550").
+        what: name of the option, for the error.
+
     Raises:
         BadInputError: it is neither.
     """
@@ -52,6 +56,7 @@ def disk_rate(path: Path, again: bool = False) -> float | None:
     None if the system does not report reads past its cache, or none came from a disk.
 
     Args:
+        path: a file or folder on the disk.
         again: measure again, even if a rate is cached.
     """
     try:
@@ -121,7 +126,7 @@ def _bytes_read() -> int:
     """Bytes that this process has had read from disks so far.
 
     Raises:
-        OSError: the system does not tell.
+        OSError: the system does not report it.
     """
     counters = dict(line.split(": ") for line in _IO.read_text(encoding="utf-8").splitlines())
     return int(counters["read_bytes"])

@@ -69,10 +69,7 @@ def _warn_missing(package: str, instead: str) -> None:
 
 
 def device_memory(device: torch.device) -> Memory:
-    """Memory of ``device``: of the GPU, what an Apple GPU may take of the host's, or on a CPU the host's.
-
-    What torch holds in its cache counts as free: the next tensor can have it.
-    """
+    """Memory of ``device``: of a GPU, of the part of the host's that an Apple GPU may use, or of the host for a CPU."""
     import torch
 
     if device.type == "mps":
@@ -170,7 +167,7 @@ def _nvml_memory(device: torch.device) -> Memory | None:
 
 
 def process_memory(device: torch.device) -> int | None:
-    """Bytes that this process has taken on a GPU, its context included; None where the driver does not tell."""
+    """Bytes that this process has taken on a GPU, its context included; None if the driver does not report them."""
     running = _ask_nvml(lambda nvml: nvml.nvmlDeviceGetComputeRunningProcesses(_nvml_handle(nvml, device)))
     return next((process.usedGpuMemory for process in running or () if process.pid == os.getpid()), None)
 
@@ -179,7 +176,7 @@ def context_memory(device: torch.device, assumed: int) -> int:
     """Bytes that the driver's context of this process takes on a GPU.
 
     Args:
-        assumed: what it takes where the driver does not tell processes apart. What the card holds besides may then be
+        assumed: its bytes if the driver does not separate processes. What the card holds besides may then be
             another program's, so this is the most that is answered.
     """
     import torch

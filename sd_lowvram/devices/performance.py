@@ -74,9 +74,9 @@ class Rates:
         reading: bytes a second from a mapped file that the page cache has into memory for copies. What it has not comes
             at the disk's rate: about 3e9 from NVMe, 0.5e9 from SATA, 0.15e9 from a disk that turns.
         reordering: bytes a second of the same, for kernels of convolutions that are to lie channels last.
-        processor_flops: effective operations a second, in 32 bits, of the processor beside a GPU of another machine.
+        processor_flops: effective operations a second, in 32 bits, of the processor next to a named GPU.
         wide_flops: effective operations a second, in 16 bits, of products with matrices of at least 2048x2048, and of
-            attention with heads of 128; 0: as all others.
+            attention with heads of 128; 0: as for all other products.
         bf16: whether it multiplies bf16; NVIDIA's cards before Ampere do not, and compute it in float32.
     """
 
@@ -170,7 +170,7 @@ def _card(
     """A profile from makers' figures: TFLOP/s, GB/s of the memory and of the bus in one direction, GiB.
 
     Args:
-        matrix: dense, in fp16; of makers that tell two, with sums in fp16 too. 0: the card has no matrix units.
+        matrix: dense, in fp16; of two stated rates the one with sums in fp16. 0: the GPU has no matrix units.
         more: where its figures come from besides.
     """
     single = fp32 * _FLOAT_SHARE * 1e12

@@ -34,7 +34,7 @@ def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> I
         device: a CUDA device.
 
     Yields:
-        A patch for each entry of every component: the denoiser's replay, the others free the recordings.
+        A patch for each entry of every component: the denoiser's replays, all else frees the recordings.
 
     Raises:
         NoSiteError: the target has no denoiser.

@@ -1,6 +1,6 @@
 """Similar tokens of the picture go through self-attention as one.
 
-Of every two by two tokens one stays what it is; of the others, those that are most like one of these take its result.
+Of every two by two tokens one stays. Of the rest, the tokens most similar to a staying one take its result.
 Merged are the self-attentions of the largest maps, which take most of the time; feed-forward and cross-attention see
 all tokens. Source of the idea: token merging for Stable Diffusion (Bolya and Hoffman 2023). Ours takes no mean of
 merged tokens, whose sums on a GPU come in no fixed order: the same seed gives the same bits. Fidelity: ``approximate``.
@@ -149,7 +149,7 @@ def merge_by_likeness(tokens: Tensor, size: tuple[int, int], share: float) -> Me
 
 
 def _nearest(directions: Tensor, staying: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Similarity of each of ``others`` to the most similar of ``staying``, and the index of that token."""
+    """Similarity of each token of ``others`` to the most similar one of ``staying``, and the index of that one."""
     targets = directions[:, staying].transpose(1, 2)
     rows = max(1, _SCORES // (len(directions) * len(staying)))
     nearest = [(directions[:, part] @ targets).max(dim=2) for part in others.split(rows)]
@@ -157,7 +157,7 @@ def _nearest(directions: Tensor, staying: Tensor, others: Tensor) -> tuple[Tenso
 
 
 def _choose(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Indices of the tokens that stay, one of every two by two, drawn the same way each time; and of the others."""
+    """Indices of the tokens that stay, one of every two by two, drawn the same way each time; and of the rest."""
     staying, others = _draw(height, width)
     return torch.tensor(staying, device=device), torch.tensor(others, device=device, dtype=torch.long)
 

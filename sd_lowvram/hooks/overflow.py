@@ -146,7 +146,7 @@ class OverflowCheck:
         )
 
     def tell(self) -> None:
-        """Tell what was done again."""
+        """Log which rows were computed again."""
         if self._again:
             happened(__name__, f"{self._stage}: {_strips(self._again)} computed again, because of NaN or infinity")
         if self._widened:

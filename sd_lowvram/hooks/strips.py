@@ -24,6 +24,8 @@ Span = tuple[int, int]
 def spans(total: int, pieces: int, least: int) -> list[Span]:
     """Start and stop of at most ``pieces`` equal pieces of ``total``; only the last may be smaller than ``least``.
 
+    Piece size grows with the total, so that peak memory is monotonic in image size.
+
     Args:
         total: length to divide.
         pieces: largest number of pieces.

@@ -122,8 +122,9 @@ def _process_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def limit_folder(folder: Path, most_bytes: int) -> None:
-    """Remove what was written first of ``folder`` until it holds no more than ``most_bytes``: what is missing there is
-    compiled anew."""
+    """Remove the oldest files of ``folder`` until it holds at most ``most_bytes``; code that is missing is compiled
+    again.
+    """
     files = []
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):

@@ -87,7 +87,7 @@ def runs_onednn(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _limit() -> str:
-    """The instruction set that oneDNN was told not to exceed; oneDNN reads its variables once too."""
+    """The largest instruction set that oneDNN may use; like oneDNN, read its variables once."""
     names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
     return next((os.environ[name].upper() for name in names if os.environ.get(name)), "ALL")
 
@@ -175,7 +175,13 @@ def convolve_like_whole(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    """torch's ``conv2d`` or ``conv3d`` of ``x``, a strip of a map of the shape ``whole``, by the kernel of that map."""
+    """Convolve a strip by the kernel that torch chooses for the whole map, with the same bits.
+
+    Args:
+        whole: shape of the whole map.
+        x: (N, C, rows, W), or (N, C, frames, rows, W).
+        weight, bias, stride, padding, dilation, groups: as torch's ``conv2d`` or ``conv3d``.
+    """
     sides = x.dim() - 2
     stride, padding, dilation = (
         (each,) * sides if isinstance(each, int) else each for each in (stride, padding, dilation)

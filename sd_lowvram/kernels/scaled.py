@@ -11,12 +11,13 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 def widen_scaled(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A weight of 8 bits in ``dtype``, by the arithmetic of ComfyUI: fp8 times its scale in ``dtype``, int8 times its
-    scale in float32.
+    """Widen a weight of 8 bits by the arithmetic of ComfyUI: fp8 times its scale in ``dtype``, int8 times its scale in
+    float32.
 
     Args:
         stored: (out, in), of a type of ``EIGHT_BITS``.
-        scale: one number, or one for each row, (out, 1); None: it has none.
+        scale: one number, or one for each row, (out, 1); None: there is no scale.
+        dtype: type of the result.
     """
     if scale is None:
         return stored.to(dtype)

@@ -40,7 +40,7 @@ _DATA = (
 
 
 def transform_weight(weight: Tensor) -> Tensor:
-    """A convolution's kernels (out, in, 3, 3) as `convolve` takes them, (36, out, in), in their own type."""
+    """Transform a convolution's kernels (out, in, 3, 3) to (36, out, in), in their own type."""
     outputs, inputs = weight.shape[:2]
     kernel = _tensor_of(_KERNEL, _transforming(weight.dtype), weight.device)
     down = kernel @ weight.to(kernel.dtype).permute(2, 3, 0, 1).reshape(3, -1)
@@ -90,7 +90,7 @@ def _tiles(padded: Tensor) -> Tensor:
 
 
 def _across(matrix: Tensor, down: Tensor) -> Tensor:
-    """The other side's transform by ``matrix`` (a, b) of what is transformed down already, (a, b * others)."""
+    """Transform along the second side by ``matrix`` (a, b) of a tensor transformed along the first, (a, b * rest)."""
     return torch.bmm(matrix.expand(len(matrix), -1, -1), down.view(*matrix.shape, -1))
 
 

@@ -1,7 +1,7 @@
 """A model of torch's caching allocator for GPUs: bytes that it reserves for allocations of known sizes.
 
-Tensors are cut out of segments that the driver allocates. A segment that holds one small tensor is kept whole, and a
-gap serves only tensors that fit into it. So tensors that never exceed 4 GiB together may reserve 4.5 GiB. The model is
+Tensors are cut out of segments that the driver allocates. A segment with one small tensor stays as a whole, and a gap
+serves only tensors that fit into it. So tensors that never exceed 4 GiB together may reserve 4.5 GiB. The model is
 of torch's ``CUDACachingAllocator``: two pools, segments of 2 and 20 MiB or of whole 2 MiB, best fit, splits and merges,
 and the release of unused segments when the card has no more.
 """

@@ -118,7 +118,7 @@ class Parked:
         device: torch.device,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> None:
-        """Room for a tensor of ``shape`` whose dimensions lie in host memory in ``order``, the outermost first.
+        """Allocate host memory for a tensor of ``shape`` whose dimensions are stored in ``order``, the outermost first.
 
         Args:
             shape, dtype: of the tensor.

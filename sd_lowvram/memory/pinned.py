@@ -113,7 +113,7 @@ class _Pages(mmap.mmap):
 
     locked_at = 0
 
-    def __del__(self) -> None:  # a weak reference would tell when they are gone
+    def __del__(self) -> None:  # runs when the last tensor in these pages is freed
         # The garbage collector may be the caller, in any thread and in the midst of anything.
         if self.locked_at and not sys.is_finalizing():
             _ended.append(self)

@@ -18,7 +18,7 @@ from .interfaces import MapAttention
 from .joint import JointBlock
 
 HOST = "host"
-"""The name under which configurations tell what a hosted model's own code is: a trace hangs on it."""
+"""Key of configurations for facts on the host's own code of a model, on which traces depend."""
 
 
 @dataclass(frozen=True)

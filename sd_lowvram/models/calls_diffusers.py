@@ -113,7 +113,7 @@ def predict(unet: DiffusersUNet, x: Tensor, inputs: StepInputs) -> Tensor:
 
 
 def conditions(unet: Any) -> object:
-    """The projections of IP-Adapters, which are others when one is loaded or unloaded."""
+    """The projections of IP-Adapters: new objects whenever an adapter is loaded or unloaded."""
     return getattr(unet, "encoder_hid_proj", None)
 
 

@@ -267,7 +267,7 @@ def _encode(vae: KLAutoencoder, pixels: Tensor) -> Tensor:
 
 
 def _configs(components: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The configurations that these models lack, told by their layers, in diffusers' words."""
+    """Configurations in diffusers' words, read from the layers of models that have none."""
     configs: dict[str, dict[str, Any]] = {}
     if "unet" in components:
         unet: CompVisUNet = components["unet"]

@@ -53,7 +53,7 @@ def family(
     """A family of pipelines that denoise with a transformer.
 
     Args:
-        served: the parts of a pipeline, in the order in which a run uses them; "transformer" tells the family.
+        served: the parts of a pipeline, in the order in which a run uses them; "transformer" identifies the family.
         readings: of the text encoders, by name.
         channels: from the transformer's configuration to the channels of the latents.
         alone: the names of models that are served by themselves.
@@ -220,7 +220,7 @@ def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def packed_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
-    """The packed latents in a call, and the size of the picture that the ids of their tokens tell."""
+    """The packed latents in a call, and the size of the picture, from the ids of their tokens."""
     arguments = given_by_name(transformer, args, kwargs)
     latents, ids = arguments.get("hidden_states"), arguments.get("img_ids")
     if not (isinstance(latents, Tensor) and isinstance(ids, Tensor)):

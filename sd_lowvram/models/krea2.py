@@ -48,7 +48,7 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
 
 
 def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
-    """The packed latents in a call, and the size of the picture that their positions tell."""
+    """The packed latents in a call, and the size of the picture, from their positions."""
     arguments = dit.given_by_name(transformer, args, kwargs)
     return dit.packed_in_call(transformer, (), {**arguments, "img_ids": arguments.get("position_ids")})
 

@@ -1,6 +1,6 @@
 """Qwen-Image as diffusers runs it: by text, from a picture, inpainted.
 
-Latents are packed 2x2, their size is told by ``img_shapes``, and guidance is a second call. Pipelines that edit are
+Latents are packed 2x2, their size is in ``img_shapes``, and guidance is a second call. Pipelines that edit are
 refused, as their text encoder looks at pictures.
 """
 
@@ -52,7 +52,7 @@ def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
 
 
 def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
-    """The packed latents in a call, and the size of the picture, which comes first where others are joined to it."""
+    """The packed latents in a call, and the size of the picture, the first if reference pictures are joined."""
     arguments = dit.given_by_name(transformer, args, kwargs)
     latents, shapes = arguments.get("hidden_states"), arguments.get("img_shapes")
     if not (isinstance(latents, Tensor) and shapes):

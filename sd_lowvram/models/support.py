@@ -197,7 +197,7 @@ _BLOCKS = ("transformer_blocks", "double_blocks", "joint_blocks", "blocks", "lay
 
 def packed_side(autoencoder: nn.Module) -> int:
     """Side of the squares that its own ``decode`` makes of a latent pixel: 2 behind a batch norm (ComfyUI's of FLUX.2),
-    so that its decoder sees others than it is given."""
+    so that its decoder gets latents of another size."""
     return 1 if getattr(autoencoder, "bn", None) is None else 2
 
 

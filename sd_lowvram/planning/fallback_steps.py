@@ -1,7 +1,7 @@
 """Fallback steps of a run that ran out of memory although its plan fitted, in order.
 
-The first step frees cached memory and repeats the call. Each further step opens some knobs to the search and fixes all
-others, so that no step changes more than it needs. Number types are never opened: a lossless run stays lossless.
+The first step frees cached memory and repeats the call. Each further step opens some knobs to the search and fixes the
+rest, so that no step changes more than it needs. Number types are never opened: a lossless run stays lossless.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Policy:
     Attributes:
         stands_for: description of the program.
         deviates: differences between the knobs and the program.
-        knobs: decided knobs by name; the plan chooses the others.
+        knobs: decided knobs by name; the plan chooses the rest.
         own: True if it runs by diffusers' own calls (:mod:`.offloading`) and the knobs serve plans alone.
         needs_plan: True if a run needs a plan for its size and budget.
         pace: slowdown of the program on named GPUs.

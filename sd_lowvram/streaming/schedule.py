@@ -1,4 +1,4 @@
-"""Schedules: which weights stay on the device, where in the ring the others go, and when each may be fetched.
+"""Schedules: which weights stay on the device, where in the ring the rest goes, and when each may be fetched.
 
 A step runs units one after the other; a unit is a layer or a few that are copied as one piece. Units that do not stay
 are *streamed*: each has a fixed place in one buffer, the ring, and is fetched there in every step, in the order of

@@ -1,7 +1,7 @@
 """The search for the schedule with the fastest step, and the lower bound of all schedules.
 
 Deep blocks hold most of the bytes and little of the work, so a step has a stretch in which copies cannot keep up. What
-counts is how much of it residents and a ring that is full when it begins can cover, and that the ring leaves room to
+counts is how much of it residents and a ring that is full when it begins can cover, and that the ring leaves space to
 copy one unit while another computes. A grid of residents and ring sizes comes near; of few units every set is tried.
 """
 

@@ -167,7 +167,7 @@ class FakeModel:
         return self._layers[key]
 
     def equals(self, name: str) -> dict[nn.Module, int]:
-        """The modules of a component that equal others of it, each with a number for its kind."""
+        """The modules of a component that equal another one of it, each with a number for its kind."""
         if name not in self._equals:
             self._equals[name] = equal_modules(self.anatomy.components[name])
         return self._equals[name]

@@ -150,7 +150,7 @@ FLOPS: dict[Any, Callable[[Any, Any], int]] = {
     aten.mkldnn_convolution.default: _convolution_flops,
 }
 _WIDE_MATRIX = 2048
-"""Smallest side of a wide matrix. In Stable Diffusion's UNets one side is at most 1280; FLUX and others have more."""
+"""Smallest side of a wide matrix. In Stable Diffusion's UNets one side is at most 1280; FLUX has larger ones."""
 _WIDE = {aten.mm.default: 1, aten.addmm.default: 2}
 """The place of the matrix among arguments."""
 _ATTENTION: set[Any] = set()

@@ -173,7 +173,7 @@ def trace_equals_once(
         inputs, kwargs: its arguments.
         equals: modules with a number for their kind (:func:`equal_calls.equal_modules`).
         overhead: the overhead whose workspaces are counted in the reserved bytes.
-        repeats: True if the call is a step that others follow.
+        repeats: True if the call is a step and more steps follow.
         again: True if the reserved bytes must also hold another such call, with the remains of this one.
         most_copied: limit of bytes copied between the accounts; the trace stops beyond it.
 

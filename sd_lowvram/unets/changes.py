@@ -16,7 +16,7 @@ from ..errors import BadInputError
 from .cond_conv import CondConv2d
 
 _FIRST_SHARE = 0.9
-"""Initial share of the first expert. The others then differ from each other, and change the result little."""
+"""Initial share of the first expert. The rest then differ from each other, and change the result little."""
 
 Relatives = Callable[[str], Iterable[str]]
 """Function from the path of a layer in a cut UNet to the paths, in the whole UNet, of the layers removed next to it."""

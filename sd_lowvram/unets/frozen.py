@@ -1,4 +1,4 @@
-"""Networks trained on ImageNet whose features tell what a picture shows; they stay as they are."""
+"""Networks trained on ImageNet whose features describe what a picture shows; they are not trained."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Several UNets in one run, after A-SDM (2023): a small one for some steps, the whole one for the others.
+"""Several UNets in one run, after A-SDM (2023): a small one for some steps, the whole one for the rest.
 
 The run is one trajectory of one scheduler. Between two steps the pipeline's UNet is replaced by the next one, with the
-hooks of its own plan: one of them is on the device, the others are in host memory.
+hooks of its own plan: one of them is on the device, the rest is in host memory.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def parse_turns(text: str, others: Collection[str], what: str, remedy: str = "")
     """The turns in ``text``.
 
     Args:
-        others: names in addition to "full".
+        others: names of further UNets, in addition to "full".
         what: name of the text in its surface, such as "--schedule".
         remedy: what to do about an unknown name, with "{name}" in it.
 

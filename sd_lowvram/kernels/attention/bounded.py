@@ -113,6 +113,18 @@ def attend_sliced(
     scores in float32.
 
     Fidelity: rounding. Source: basujindal's split of CompVis attention; attention slicing in diffusers.
+
+    Args:
+        q: (batch, heads, queries, width).
+        k: (batch, heads, keys, width).
+        v: (batch, heads, keys, value width).
+        mask: bool (True attends) or additive, broadcastable to (batch, heads, queries, keys).
+        scale: of the scores; None: width**-0.5.
+        upcast: True to compute the scores in float32.
+        score_bytes: the most bytes of scores held at once.
+
+    Returns:
+        (batch, heads, queries, value width), in memory (batch, queries, heads, value width).
     """
     problem = problem_of(q, k, v, mask, upcast)
     blocks = sliced_blocks(problem, score_bytes)
@@ -166,10 +178,10 @@ def fused_softmax(
     chunks is the online softmax of Milakov and Gimelshein 2018.
 
     Args:
-        q, k, v, mask, scale, upcast, score_bytes: as for :func:`sliced`.
+        q, k, v, mask, scale, upcast, score_bytes: as for :func:`attend_sliced`.
 
     Returns:
-        As :func:`sliced`.
+        As :func:`attend_sliced`.
     """
     problem = problem_of(q, k, v, mask, upcast)
     blocks = fused_blocks(problem, score_bytes)

@@ -67,7 +67,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, upca
     """Return the problem of a call of attention.
 
     Args:
-        q, k, v, mask: as for :func:`.bounded.sliced`.
+        q, k, v, mask: as for :func:`.bounded.attend_sliced`.
         upcast: True if scores are requested in float32.
     """
     kind = None if mask is None else "bool" if mask.dtype == torch.bool else "float"

@@ -46,13 +46,18 @@ def attend_fused(
     upcast: bool = False,
     score_bytes: int = SCORE_BYTES,
 ) -> Tensor:
-    """Run one of torch's kernels: the fastest that can run (see `choose_kernel`), or the ``forced`` one.
+    """Run one of torch's kernels. Fidelity: ``rounding``.
 
-    ``forced`` is "flash", "efficient" or "cudnn", and `why_not` has accepted it. Other arguments and result as in
-    `attend_sliced`.
+    Source: torch's scaled_dot_product_attention; FlashAttention, Dao 2022; memory-efficient attention, Rabe and Staats
+    2021; the choice by matrix size is consciencia's.
 
-    Fidelity: rounding. Source: torch's scaled_dot_product_attention; FlashAttention, Dao 2022; memory-efficient
-    attention, Rabe and Staats 2021; the choice by matrix size is consciencia's.
+    Args:
+        forced: "flash", "efficient" or "cudnn", which `why_not` has accepted; None: the fastest that can run (see
+            `choose_kernel`).
+        q, k, v, mask, scale, upcast, score_bytes: as for `attend_sliced`.
+
+    Returns:
+        As `attend_sliced`.
     """
     kernel = forced or choose_kernel(problem_of(q, k, v, mask, upcast), score_bytes)
     if kernel == "sliced":
@@ -255,7 +260,7 @@ def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
 
 
 def _choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> str:
-    """The kernel that torch takes when it is left the choice; "" where it does not tell."""
+    """The kernel that torch chooses by itself; "" if torch does not report it."""
     try:
         return _KERNELS.get(attention_choice(q, k, v, mask, scale), "")
     except (AttributeError, RuntimeError, TypeError):

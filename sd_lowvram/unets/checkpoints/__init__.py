@@ -1,1 +1,1 @@
-"""UNets that lost layers, or have others, as files and folders."""
+"""UNets with fewer or other layers than published ones, as files and folders."""

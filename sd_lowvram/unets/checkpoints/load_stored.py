@@ -35,7 +35,7 @@ def load_as_stored(model: str | None) -> Any:
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module):
             dtype = _type_of(weight_files(path / name)[1])
-            nn.Module.to(part, dtype)  # diffusers' own `to` warns of parts kept in float32
+            nn.Module.to(part, dtype)  # diffusers' own `to` warns of parts that stay in float32
     return pipe
 
 

@@ -92,7 +92,7 @@ def _checkpoint_of(out: Path) -> Path:
 def _trained(
     student: str, teacher: str | None, data: Path, out: Path, run: Any, checkpoint: Path, quiet: bool
 ) -> dict[str, float]:
-    """Train, write ``out`` and tell the last means of the terms (none where all steps were done already)."""
+    """Train, write ``out`` and print the last means of the terms (none if all steps were done already)."""
     import torch
 
     from ...checkpoints.load import load_pipeline
@@ -119,7 +119,7 @@ def _trained(
     with stop_between_steps() as stopped:
         trained = train(large.unet, small.unet, large.vae, large.scheduler, pictures, run, checkpoint, tell, stopped)
     if trained is not None:
-        # diffusers' own `to` warns of parts kept in float32
+        # diffusers' own `to` warns of parts that stay in float32
         small.register_modules(unet=torch.nn.Module.to(trained, own))
         save_pipeline(small, out)
     return last

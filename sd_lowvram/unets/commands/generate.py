@@ -181,7 +181,7 @@ def _checked_folders(job: Job, parts: Sequence[ScheduledSteps]) -> dict[str, Pat
 
     folders = {part.name: unet_folder(part.path) for part in parts if part.path is not None}
     model = model_path(job.model)
-    if model.suffix.lower() in PICKLES:  # tells of its UNet when it is loaded
+    if model.suffix.lower() in PICKLES:  # its UNet is known once it is loaded
         return folders
     own = configuration_of_unet(model / "unet") if model.is_dir() else configuration(job.model)["unet"]
     for name, folder in folders.items():

@@ -281,7 +281,7 @@ def _changes(experts: int, regions: int | None, blocks: Sequence[str]) -> BlockC
 
 
 def _check_changeable(empty: Any, changes: BlockChanges | None, model: str | None) -> None:
-    """Refuse experts and regions in a UNet of one layer a block: they stand in for layers that are cut beside them."""
+    """Refuse experts and regions in a UNet of one layer a block: they replace layers that are cut next to them."""
     from ...checkpoints.architectures import layers_per_block
 
     if changes and max(layers_per_block(empty.config)) < 2:
