@@ -34,8 +34,8 @@ def paged(patcher: Any) -> int:
 
 
 @contextlib.contextmanager
-def bounded(patcher: Any, room: int, report: Callable[[int], None], warn: Callable[[str], None]) -> Iterator[None]:
-    """Limit the weights of a dynamic ``patcher`` to ``room`` bytes, within the block, from each load on.
+def bounded(patcher: Any, capacity: int, report: Callable[[int], None], warn: Callable[[str], None]) -> Iterator[None]:
+    """Limit the weights of a dynamic ``patcher`` to ``capacity`` bytes, within the block, from each load on.
 
     Weights of other models count too; idle models are evicted as far as needed.
 
@@ -56,7 +56,7 @@ def bounded(patcher: Any, room: int, report: Callable[[int], None], warn: Callab
             return
         ranges.append(weights)
         try:
-            free = room - int(patcher.model.model_loaded_weight_memory) - _kept_by_others(patcher, room, ranges)
+            free = capacity - int(patcher.model.model_loaded_weight_memory) - _kept_by_others(patcher, capacity, ranges)
             if weights.offset > free:
                 free -= InRange.buffers(layer_bytes(patcher.model))
             size = InRange.pages(free)
@@ -85,7 +85,7 @@ def _open(weights: Any, warn: Callable[[str], None]) -> None:
             weights.prioritize()
 
 
-def _kept_by_others(patcher: Any, room: int, ranges: list[Any]) -> int:
+def _kept_by_others(patcher: Any, capacity: int, ranges: list[Any]) -> int:
     """Bytes held by other models on this GPU: running ones in full, idle ones after eviction.
 
     Args:
@@ -96,11 +96,11 @@ def _kept_by_others(patcher: Any, room: int, ranges: list[Any]) -> int:
     loaded = [
         entry for entry in host.current_loaded_models if entry.device == patcher.load_device and entry.model is not None
     ]
-    others = [entry for entry in loaded if entry.model.model is not patcher.model]
-    running = sum(int(entry.model_memory()) for entry in others if entry.currently_used)
-    waiting = [entry for entry in others if not entry.currently_used]
+    other_models = [entry for entry in loaded if entry.model.model is not patcher.model]
+    running = sum(int(entry.model_memory()) for entry in other_models if entry.currently_used)
+    waiting = [entry for entry in other_models if not entry.currently_used]
     held = sum(int(entry.model_loaded_memory()) for entry in waiting)
-    wanted = int(patcher.model_size()) + running + held - room
+    wanted = int(patcher.model_size()) + running + held - capacity
     for model in waiting:
         weights = range_of(model.model)
         if weights is not None and wanted > 0:

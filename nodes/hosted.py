@@ -119,9 +119,9 @@ def given_by(conditionings: Mapping[str, Any]) -> Conditions | None:
     if not texts:
         return None
     longest = max(texts, key=lambda cond: cond["cross_attn"].shape[1])
-    others = {name: _without_values(value) for name, value in longest.items() if name not in _NOT_ASKED}
+    extras = {name: _without_values(value) for name, value in longest.items() if name not in _NOT_ASKED}
     text = longest["cross_attn"].shape[1:]
-    return Conditions((text[0], text[1]), tuple((name, value) for name, value in others.items() if value is not None))
+    return Conditions((text[0], text[1]), tuple((name, value) for name, value in extras.items() if value is not None))
 
 
 _NOT_ASKED = {"cross_attn", "model_conds", "uuid", "control", "hooks", "area", "mask"}

@@ -66,9 +66,9 @@ class InRange(Loading):
     whole: bool = False
 
     @staticmethod
-    def pages(room: int) -> int:
-        """Bytes of the whole pages within ``room`` bytes."""
-        return max(0, room) // _PAGE * _PAGE
+    def pages(size: int) -> int:
+        """Bytes of the whole pages within ``size`` bytes."""
+        return max(0, size) // _PAGE * _PAGE
 
     @staticmethod
     def buffers(layer: int) -> int:
@@ -76,10 +76,10 @@ class InRange(Loading):
         return 2 * -(-layer // _CHUNK) * _CHUNK
 
     def stage(self, stage: StagePlan, request: Request, weights: int, layer: int) -> tuple[int, int]:
-        room = min(self.most, request.vram - request.overhead_bytes) - beside_weights(stage)
-        if weights <= room:
+        capacity = min(self.most, request.vram - request.overhead_bytes) - beside_weights(stage)
+        if weights <= capacity:
             return weights, 0
-        return min(weights, self.pages(room - self.buffers(layer))), self.buffers(layer)
+        return min(weights, self.pages(capacity - self.buffers(layer))), self.buffers(layer)
 
 
 def beside_weights(stage: StagePlan) -> int:
@@ -99,17 +99,17 @@ def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: 
     ((name, module),) = anatomy.components.items()
     weights = weight_bytes(module)
     if loading.whole:
-        beside = dataclasses.replace(anatomy, kept={name: weights})
-        plan = _fitting_or_leanest(beside, request, settings.filled(offload="none"))
+        loaded_anatomy = dataclasses.replace(anatomy, kept={name: weights})
+        plan = _fitting_or_leanest(loaded_anatomy, request, settings.filled(offload="none"))
         return _as_loaded(plan, loading, weights, 0)
     least = min(weights, loading.least)
     plans: list[Plan] = []
     refused: BudgetError | None = None
     for share in _SHARES:
         passing = loading.buffers(layer_bytes(module)) if isinstance(loading, InRange) and share < 1 else 0
-        beside = dataclasses.replace(anatomy, kept={name: least + int(share * (weights - least)) + passing})
+        loaded_anatomy = dataclasses.replace(anatomy, kept={name: least + int(share * (weights - least)) + passing})
         try:
-            plan = make_plan(beside, request, settings.filled(offload="none"))
+            plan = make_plan(loaded_anatomy, request, settings.filled(offload="none"))
         except BudgetError as error:
             refused = error
             continue

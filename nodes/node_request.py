@@ -172,11 +172,11 @@ class PlanRecord:
             self.calls = sum(like) / len(like)
 
     @contextlib.contextmanager
-    def weights_of(self, stage: str, patcher: Any, room: int) -> Iterator[None]:
-        """Run ``stage`` with the weights of ``patcher`` within the block, limited by dynamic VRAM to ``room`` bytes.
+    def weights_of(self, stage: str, patcher: Any, capacity: int) -> Iterator[None]:
+        """Run ``stage`` within the block; of ``patcher``, dynamic VRAM holds up to ``capacity`` bytes of weights.
 
         The bytes that the host kept are recorded."""
-        with bounded(patcher, room, lambda size: self.bounds.update({stage: size}), self.warn):
+        with bounded(patcher, capacity, lambda size: self.bounds.update({stage: size}), self.warn):
             yield
             self.kept[stage], self.paged[stage] = host.kept(patcher), paged(patcher)
 

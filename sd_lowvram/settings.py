@@ -195,8 +195,8 @@ def conflict(settings: Settings) -> str | None:
     decided = list(settings.decided())
     for name, knob, value in decided:
         excluded = knob.excluded_by(value)
-        for other, others, its in decided:
-            conflicts = excluded & others.acts_of(its) if other != name else frozenset()
+        for other, other_knob, its in decided:
+            conflicts = excluded & other_knob.acts_of(its) if other != name else frozenset()
             for act in Act:
                 if act in conflicts:
                     return f"{name}={value!r} cannot go with {other}={its!r}, which {act.value}: leave one of them off"

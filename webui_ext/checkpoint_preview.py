@@ -82,11 +82,11 @@ def _drawn(file: str, changed: float) -> PreviewedModel:
     try:
         from modules import sd_models_config
 
-        beside = sd_models_config.find_checkpoint_config_near_filename
+        find_config = sd_models_config.find_checkpoint_config_near_filename
     except (ImportError, AttributeError):  # Forge has nothing in that module, and Forge Neo has no such module
         return _with_diffusers(file)
     header = read_header(Path(file))
-    config = beside(SimpleNamespace(filename=file))
+    config = find_config(SimpleNamespace(filename=file))
     if config is None and header.shape(_SD2)[1:] == (1024,):
         config = sd_models_config.config_sd2  # the kind of its prediction makes no difference here
     if config is None:
@@ -98,8 +98,8 @@ def _drawn(file: str, changed: float) -> PreviewedModel:
     flags = vars(shared.cmd_opts)
     lowvram = flags.get("lowvram") or flags.get("medvram") or (flags.get("medvram_sdxl") and "network_config" in parts)
     kind = "reforge" if "modules_forge" in sys.modules else "a1111"
-    others = 0 if lowvram or kind == "reforge" else _text_bytes(header)
-    return PreviewedModel(anatomy_of(_empty(parts)), others, kind, bool(lowvram))
+    text_bytes = 0 if lowvram or kind == "reforge" else _text_bytes(header)
+    return PreviewedModel(anatomy_of(_empty(parts)), text_bytes, kind, bool(lowvram))
 
 
 def _empty(parts: Any) -> Any:

@@ -74,14 +74,14 @@ def answer(tab: str, key: Hashable, turn: Any, compute: Callable[[], Told], pati
             return _known[key]
         if turn.acquire(False):
             try:
-                told = compute()
+                result = compute()
             finally:
                 turn.release()
             with _lock:
-                _known[key] = told
+                _known[key] = result
                 while len(_known) > _KEPT:
                     _known.popitem(last=False)
-            return told
+            return result
         if not patient:
             return WAITS
         time.sleep(_SETTLE_SECONDS)
@@ -116,8 +116,8 @@ def together(tolds: Sequence[Told]) -> Told:
     """Texts of a generation's passes: all lines, under the head of the worst.
 
     Among equals it is the head of the last pass, which is the larger picture."""
-    worst = max(reversed(tolds), key=lambda one: _VERDICTS.index(one.verdict))
-    return Told(worst.verdict, worst.head, "".join(one.line for one in tolds))
+    worst = max(reversed(tolds), key=lambda part: _VERDICTS.index(part.verdict))
+    return Told(worst.verdict, worst.head, "".join(part.line for part in tolds))
 
 
 def _of(part: str, whole: str) -> str:

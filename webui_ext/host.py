@@ -177,10 +177,10 @@ def budget(text: str, model: Any, where: torch.device) -> tuple[int, int]:
         return parse_size(text, "vram") if text else budget_of(where, free_vram(where)), model.other_bytes
     ours = _bytes_on(where, all_tensors(*anatomy_of(planned(model)).components.values()))
     shell = all_tensors(model) if isinstance(model, nn.Module) and not moves_weights(model) else []
-    others = max(0, _bytes_on(where, shell) - ours)
+    other_bytes = max(0, _bytes_on(where, shell) - ours)
     if text:
-        return parse_size(text, "vram"), others
-    return budget_of(where, free_vram(where) + ours + others), others
+        return parse_size(text, "vram"), other_bytes
+    return budget_of(where, free_vram(where) + ours + other_bytes), other_bytes
 
 
 def _bytes_on(where: torch.device, tensors: list[Tensor]) -> int:

@@ -58,13 +58,13 @@ def decision(model: Any, dissected: Anatomy, plan: Plan) -> Reason:
     here = sum(tensor.nbytes for tensor in all_tensors(*parts) if tensor.device.type == where.type)
     free, whole = free_vram(where), weight_bytes(*parts)
     sizes = {name: weight_bytes(part) for name, part in components.items()}
-    room = max(0, free + here - _for_inference())
-    if where.type == "cpu" or whole <= room:
+    capacity = max(0, free + here - _for_inference())
+    if where.type == "cpu" or whole <= capacity:
         keeps, resident = "all", dict.fromkeys(sizes, whole)
-    elif max(sizes.values()) <= room:
+    elif max(sizes.values()) <= capacity:
         keeps, resident = "one part", sizes
     else:
-        keeps, resident = "some layers", {name: min(size, room) for name, size in sizes.items()}
+        keeps, resident = "some layers", {name: min(size, capacity) for name, size in sizes.items()}
     stages = (stage.reserved_bytes - stage.weights_bytes + resident.get(stage.component, 0) for stage in plan.stages)
     takes = max(stages) + plan.predicted.overhead_bytes
     decided = {"host": HOST, "free_bytes": free, "model_bytes": whole, "keeps": keeps, "needed_bytes": takes}

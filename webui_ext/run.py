@@ -84,10 +84,10 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
     """
     where = host.device()
     anatomy = host.anatomy(model)
-    vram, others = host.budget(chosen["vram"], model, where)
+    vram, other_bytes = host.budget(chosen["vram"], model, where)
     request = request_for(
         anatomy,
-        vram=max(1, vram - others),
+        vram=max(1, vram - other_bytes),
         ram=host.host_budget(chosen["ram"]),
         device=where,
         **dataclasses.asdict(picture),
@@ -103,7 +103,7 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
     try:
         plan = _first(ways, anatomy, request, settings)
     except BudgetError as error:
-        raise _in_the_users_words(error, chosen, vram, others) from None
+        raise _in_the_users_words(error, chosen, vram, other_bytes) from None
     if anatomy.denoiser is None:
         plan = dataclasses.replace(plan, reasons=(*plan.reasons, DECODE_ONLY))
     if chosen.get("tiled"):
@@ -112,23 +112,23 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
     if host.swaps_layers(model):
         plan = _told_who_decides(model, plan, anatomy)
     predicted = plan.predicted
-    peak, reserved = predicted.peak_bytes + others, predicted.reserved_bytes + others
+    peak, reserved = predicted.peak_bytes + other_bytes, predicted.reserved_bytes + other_bytes
     predicted = dataclasses.replace(predicted, peak_bytes=peak, reserved_bytes=reserved)
     return dataclasses.replace(plan, request=dataclasses.replace(request, vram=vram), predicted=predicted)
 
 
 def _first(ways: Sequence[Mapping[str, int]], anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
     """The plan for the first of the host's ways to load weights with which there is one."""
-    for kept in ways[:-1]:
+    for resident in ways[:-1]:
         with contextlib.suppress(BudgetError):
-            return _plan(kept, anatomy, request, settings)
+            return _plan(resident, anatomy, request, settings)
     return _plan(ways[-1], anatomy, request, settings)
 
 
-def _plan(kept: Mapping[str, int], anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
+def _plan(resident: Mapping[str, int], anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
     with host.precision_of_attention(), host.in_the_type_it_computes_in(anatomy):
-        plan = make_plan(dataclasses.replace(anatomy, kept=kept), request, settings, least=False)
-    return dataclasses.replace(plan, reasons=(*plan.reasons, FETCHED)) if kept else plan
+        plan = make_plan(dataclasses.replace(anatomy, kept=resident), request, settings, least=False)
+    return dataclasses.replace(plan, reasons=(*plan.reasons, FETCHED)) if resident else plan
 
 
 def _told_who_decides(model: Any, plan: Plan, anatomy: Anatomy) -> Plan:
@@ -137,15 +137,15 @@ def _told_who_decides(model: Any, plan: Plan, anatomy: Anatomy) -> Plan:
     return dataclasses.replace(plan, reasons=(*reasons, loading.decision(model, anatomy, plan)))
 
 
-def _in_the_users_words(error: BudgetError, chosen: Mapping[str, Any], vram: int, others: int) -> BudgetError:
+def _in_the_users_words(error: BudgetError, chosen: Mapping[str, Any], vram: int, other_bytes: int) -> BudgetError:
     """The refusal with the limit that it is about: a budget that other modules share, or one of the knobs."""
     needed = error.needed_bytes
     if error.limit == "ring":
         message = f"weights_mib {chosen['weights_mib']}: {error}"
-    elif error.limit == "vram" and others:
-        needed += others
+    elif error.limit == "vram" and other_bytes:
+        needed += other_bytes
         message = f"{format_size(vram)} cannot hold it: {error.stage} needs at least {format_least(needed)}, "
-        message += f"{format_size(others)} of it for the text encoders. {remedy(error.by_size)}"
+        message += f"{format_size(other_bytes)} of it for the text encoders. {remedy(error.by_size)}"
     else:
         return error
     return BudgetError(message, needed_bytes=needed, stage=error.stage, limit=error.limit, by_size=error.by_size)
@@ -179,10 +179,10 @@ def _run(original: Callable[..., Any], p: Any, *args: Any, **kwargs: Any) -> Any
     try:
         if owner.p is not p:
             _follow_model(owner, p)
-        made = original(p, *args, **kwargs)
+        result = original(p, *args, **kwargs)
         if owner.p is p:
             saving.end(p)
-        return made
+        return result
     finally:
         owner.under_way.pop()
         if not owner.under_way:
@@ -271,7 +271,7 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
     settings = _attachable(model, plan.settings)
     target = host.planned(model)
     coming = Attachment(anatomy_of(target), settings, plan.request.device)
-    models = [*coming.modules(), *(one for running in _running for one in running.attachment.modules())]
+    models = [*coming.modules(), *(module for running in _running for module in running.attachment.modules())]
     with (
         pause_models(models, coming.places),
         contextlib.ExitStack() as stack,
@@ -292,8 +292,8 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
         _running.append(_Running(model, chosen, picture, attachment, stack.pop_all(), _now()))
     print(f"[{NAME}] {_told(plan, attachment)}")
     for owner in _owners:
-        for told in beside(plan):
-            owner.p.comment(f"{NAME}: {told}")
+        for reason in beside(plan):
+            owner.p.comment(f"{NAME}: {reason}")
     return plan, attachment
 
 
@@ -304,10 +304,10 @@ def _told(plan: Plan, attachment: Attachment) -> str:
     size = f"{request.width}x{request.height}, batch {request.batch}"
     memory = f"budget {budget}" if decides else f"peak {peak} of {budget}"
     moved = [decides] if decides else of_kind(plan.reasons, Kind.HOST_FETCHES)
-    told = [*moved, *of_kind(plan.reasons, Kind.DECODE_ONLY), *beside(plan)]
+    notes = [*moved, *of_kind(plan.reasons, Kind.DECODE_ONLY), *beside(plan)]
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
     about = f"about {predicted.seconds:.0f} s"
-    return "; ".join(filter(None, (f"{size}: {memory}, {about}", *told, f"sites: {sites or 'none'}")))
+    return "; ".join(filter(None, (f"{size}: {memory}, {about}", *notes, f"sites: {sites or 'none'}")))
 
 
 def _again(
@@ -340,11 +340,11 @@ def _watch_encodes(anatomy: Anatomy, again: Callable[..., None]) -> Iterator[Pat
     autoencoder: Any = anatomy.vae
 
     def encode(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = map_in_call(autoencoder, args, kwargs)
-        if found is None or isinstance(found.latents, FakeTensor):
+        map_ = map_in_call(autoencoder, args, kwargs)
+        if map_ is None or isinstance(map_.latents, FakeTensor):
             return original(*args, **kwargs)
-        height, width = found.size()
-        again(width, height, found.rows, None, encodes=True)
+        height, width = map_.size()
+        again(width, height, map_.rows, None, encodes=True)
         return autoencoder.encode(*args, **kwargs)
 
     if autoencoder is not None and "encode" in anatomy.entries[anatomy.autoencoder or ""]:
@@ -376,12 +376,12 @@ def _leaner(model: Any, chosen: Mapping[str, Any], picture: Generation, short: S
     attachment = _running[-1].attachment
     now: Plan = attachment.plan
     with _answers(picture):
-        found = leaner(now, short, settings_of(chosen), make)
-        print(f"[{NAME}] {found.fallback_steps[-1].told}")
-        if found.request is now.request:  # as before
-            attachment.plan = found
+        lean_plan = leaner(now, short, settings_of(chosen), make)
+        print(f"[{NAME}] {lean_plan.fallback_steps[-1].told}")
+        if lean_plan.request is now.request:  # as before
+            attachment.plan = lean_plan
         else:
-            _put_on(model, _within(chosen, found.request), picture, found)
+            _put_on(model, _within(chosen, lean_plan.request), picture, lean_plan)
 
 
 def _within(chosen: Mapping[str, Any], request: Request) -> dict[str, Any]:
@@ -421,11 +421,11 @@ def follow(p: Any, model: Any, width: int, height: int, batch: int, passes: int,
     if not _running and not any(owner.under_way for owner in _owners):
         return
     running = _running[-1] if _running else None
-    known = _asked_now(model) or (running.picture if running else None)
-    if known is None:
+    requested = _asked_now(model) or (running.picture if running else None)
+    if requested is None:
         return
     picture = dataclasses.replace(
-        known, width=width, height=height, batch=batch, passes=passes, steps=steps or known.steps
+        requested, width=width, height=height, batch=batch, passes=passes, steps=steps or requested.steps
     )
     chosen = _owners[-1].chosen if running is None else running.chosen
     comes_back = serves(p) and running is not None and running.serves is not _now()

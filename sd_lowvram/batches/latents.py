@@ -86,8 +86,8 @@ def begun(place: JobLatents, job: Job, images: dict[str, Any], device: torch.dev
     if not _is_same(job, before[0], saved, images, device):
         happened(__name__, "it was started again: its latents are of another run")
         return None
-    others = "" if saved.about.get("libraries") == libraries() else " of other versions of torch or diffusers"
-    happened(__name__, f"it went on from step {saved.about['step']} of {saved.about['steps']}{others}")
+    origin = "" if saved.about.get("libraries") == libraries() else " of other versions of torch or diffusers"
+    happened(__name__, f"it went on from step {saved.about['step']} of {saved.about['steps']}{origin}")
     return Begun(saved, before[0].settings)
 
 

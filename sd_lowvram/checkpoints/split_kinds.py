@@ -275,8 +275,10 @@ def title_of(header: Header) -> str:
     """Words for the kind of an unsupported file."""
     if any(name.startswith("first_stage_model.") for name in header.tensors):
         return "a whole checkpoint (give it with --model)"
-    others = _read_kinds().others.items()
-    titles = (title for title, marks in others if any(mark in name for name in header.tensors for mark in marks))
+    marks_by_title = _read_kinds().others.items()
+    titles = (
+        title for title, marks in marks_by_title if any(mark in name for name in header.tensors for mark in marks)
+    )
     return next(titles, None) or describe(header)
 
 

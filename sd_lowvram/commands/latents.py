@@ -28,8 +28,8 @@ def place_of(picture: Path) -> Path:
     """The file for the latents of ``picture``: a new one, as an older one may still be gone on from."""
     stem = os.fsdecode(os.fsencode(picture.stem)[:200])  # file systems take 255 bytes
     first = picture.with_name(stem + ENDING)
-    others = (first.with_name(f"{stem}-{number}{ENDING}") for number in range(2, 1 << 20))
-    return first if not first.exists() else next(place for place in others if not place.exists())
+    numbered = (first.with_name(f"{stem}-{number}{ENDING}") for number in range(2, 1 << 20))
+    return first if not first.exists() else next(place for place in numbered if not place.exists())
 
 
 def about_run(job: Job, plan: Any, files: list[Path], model: str) -> dict[str, Any]:
@@ -111,9 +111,9 @@ def job_of(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Job, list[P
         knobs = about["asked_settings" if {"vram", "ram", "precision"} & asked.keys() else "settings"]
         decided = {name: value for name, value in knobs.items() if value is not None}
         decided |= {name: value for name, value in asked.items() if name == "precision"}
-        others = {name: value for name, value in asked.items() if name != "precision"}
+        overrides = {name: value for name, value in asked.items() if name != "precision"}
         settings = checked_settings(decided, values.get("policy"))
-        job = check_job(dataclasses.replace(Job(**values, settings=settings), **others))
+        job = check_job(dataclasses.replace(Job(**values, settings=settings), **overrides))
         files = [path.parent / name for name in about["files"] if Path(name).name == name and name.endswith(".png")]
         if len(files) != job.batch or type(about["step"]) is not int or type(about["steps"]) is not int:
             raise ValueError("it does not name its pictures and steps")

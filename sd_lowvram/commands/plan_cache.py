@@ -34,25 +34,25 @@ def remembered(asked: dict[str, Any], make: Callable[[dict[str, int]], Answer]) 
     Free memory as a budget may differ, as long as it gives the same plan.
     """
     budgets = _budgets(asked)
-    known = cache.remembered(_place(asked)) or []
-    for one in known:
-        if all(one["alike"][name][0] <= size <= one["alike"][name][1] for name, size in budgets.items()):
-            return _with_budgets(one["answer"], budgets)
+    entries = cache.remembered(_place(asked)) or []
+    for entry in entries:
+        if all(entry["alike"][name][0] <= size <= entry["alike"][name][1] for name, size in budgets.items()):
+            return _with_budgets(entry["answer"], budgets)
     answer, alike = make(budgets)
     exactly = {name: (size, size) for name, size in budgets.items()}
-    one = {"alike": exactly | alike, "answer": answer}
-    cache.remember(_place(asked), [one, *known][:_KEPT])  # what was measured for it is part of the place
+    entry = {"alike": exactly | alike, "answer": answer}
+    cache.remember(_place(asked), [entry, *entries][:_KEPT])  # what was measured for it is part of the place
     return answer
 
 
 def _budgets(asked: dict[str, Any]) -> dict[str, int]:
     """Bytes as stated, else what is free now; without "vram" where it is that of a named card."""
-    found = {"ram": parse_size(asked["ram"], "--ram") if asked["ram"] is not None else _free_ram()}
+    sizes = {"ram": parse_size(asked["ram"], "--ram") if asked["ram"] is not None else _free_ram()}
     if asked["vram"] is not None:
-        found["vram"] = parse_size(asked["vram"], "--vram")
+        sizes["vram"] = parse_size(asked["vram"], "--vram")
     elif asked["gpu"] is None:
-        found["vram"] = _free_vram()
-    return found
+        sizes["vram"] = _free_vram()
+    return sizes
 
 
 def _free_vram() -> int:
@@ -76,9 +76,9 @@ def _with_budgets(answer: dict[str, Any], budgets: dict[str, int]) -> dict[str, 
     """``answer`` with the current budgets, also in its reasons."""
     if "request" in answer and "vram" in budgets:
         answer["request"] |= budgets
-        for one in answer["reason_values"]:
-            one["values"] |= {name: budgets[name] for name in budgets if name in one["values"]}
-        answer["reasons"] = [str(Reason(one["kind"], **one["values"])) for one in answer["reason_values"]]
+        for reason in answer["reason_values"]:
+            reason["values"] |= {name: budgets[name] for name in budgets if name in reason["values"]}
+        answer["reasons"] = [str(Reason(reason["kind"], **reason["values"])) for reason in answer["reason_values"]]
     return answer
 
 
@@ -99,9 +99,9 @@ def _machine() -> list[Any]:
     """Key that changes with the machine, its measurements, or registered extensions."""
     set_ = [os.environ.get(name) for name in _VARIABLES]
     folder = cache_folder()
-    found = [file for kind in ("*-*.json", "overflows/*.json") for file in sorted(folder.glob(kind))] if folder else []
+    files = [file for kind in ("*-*.json", "overflows/*.json") for file in sorted(folder.glob(kind))] if folder else []
     measured = []
-    for file in found:
+    for file in files:
         with contextlib.suppress(OSError):  # another process has removed it
             measured.append((file.name, file.lstat().st_mtime_ns))
     return [gpu_files(), set_, os.cpu_count(), measured, doors.registered()]

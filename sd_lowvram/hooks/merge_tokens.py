@@ -135,31 +135,31 @@ def merge_by_likeness(tokens: Tensor, size: tuple[int, int], share: float) -> Me
         The merged tokens, and for each original token the one that stands for it.
     """
     batch, count, channels = tokens.shape
-    staying, others = _choose(*size, tokens.device)
-    fewer = min(int(count * share), len(others))
-    likeness, nearest = _nearest(F.normalize(tokens, dim=-1), staying, others)
+    staying, merging = _choose(*size, tokens.device)
+    fewer = min(int(count * share), len(merging))
+    likeness, nearest = _nearest(F.normalize(tokens, dim=-1), staying, merging)
     order = likeness.argsort(dim=1, descending=True, stable=True)
     gone, left = order[:, :fewer], order[:, fewer:]
-    places = torch.cat([staying.expand(batch, -1), others[left]], dim=1)
+    places = torch.cat([staying.expand(batch, -1), merging[left]], dim=1)
     stays = tokens.gather(1, places[..., None].expand(-1, -1, channels))
     own = torch.arange(places.shape[1], device=tokens.device).expand(batch, -1)
     taken_from = torch.empty(batch, count, dtype=torch.long, device=tokens.device)
-    taken_from = taken_from.scatter(1, places, own).scatter(1, others[gone], nearest.gather(1, gone))
+    taken_from = taken_from.scatter(1, places, own).scatter(1, merging[gone], nearest.gather(1, gone))
     return Merged(stays, taken_from)
 
 
-def _nearest(directions: Tensor, staying: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Similarity of each token of ``others`` to the most similar one of ``staying``, and the index of that one."""
+def _nearest(directions: Tensor, staying: Tensor, merging: Tensor) -> tuple[Tensor, Tensor]:
+    """Similarity of each token of ``merging`` to the most similar one of ``staying``, and the index of that one."""
     targets = directions[:, staying].transpose(1, 2)
     rows = max(1, _SCORES // (len(directions) * len(staying)))
-    nearest = [(directions[:, part] @ targets).max(dim=2) for part in others.split(rows)]
+    nearest = [(directions[:, part] @ targets).max(dim=2) for part in merging.split(rows)]
     return torch.cat([best.values for best in nearest], dim=1), torch.cat([best.indices for best in nearest], dim=1)
 
 
 def _choose(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Indices of the tokens that stay, one of every two by two, drawn the same way each time; and of the rest."""
-    staying, others = _draw(height, width)
-    return torch.tensor(staying, device=device), torch.tensor(others, device=device, dtype=torch.long)
+    staying, merging = _draw(height, width)
+    return torch.tensor(staying, device=device), torch.tensor(merging, device=device, dtype=torch.long)
 
 
 @functools.lru_cache(maxsize=8)

@@ -130,8 +130,8 @@ def step_groups(anatomy: Anatomy, components: Mapping[str, nn.Module]) -> list[d
     steps = {
         name: part for name, part in components.items() if name.startswith("controlnet") or name == anatomy.denoiser
     }
-    others = [{name: part} for name, part in components.items() if name not in steps]
-    return [steps, *others] if anatomy.denoiser in steps else [{name: part} for name, part in components.items()]
+    remaining = [{name: part} for name, part in components.items() if name not in steps]
+    return [steps, *remaining] if anatomy.denoiser in steps else [{name: part} for name, part in components.items()]
 
 
 def policy_of(settings: Settings, denoises: bool, timing: StepTiming | None = None) -> ResidencyPolicy:
@@ -144,11 +144,11 @@ def policy_of(settings: Settings, denoises: bool, timing: StepTiming | None = No
     """
     if settings.offload == "component":
         return ResidencyPolicy("whole")
-    room = settings.weights_mib * MIB if settings.weights_mib is not None else None
+    buffer_bytes = settings.weights_mib * MIB if settings.weights_mib is not None else None
     split = bool(settings.split_layers)
     if settings.offload == "halves":
-        return ResidencyPolicy("halves", room, split, timing) if denoises else ResidencyPolicy("whole")
+        return ResidencyPolicy("halves", buffer_bytes, split, timing) if denoises else ResidencyPolicy("whole")
     kind: Literal["blocks", "layer"] = "blocks" if settings.offload == "blocks" else "layer"
     in_pieces = settings.guidance_in_turn or settings.residual_strips or settings.transformer_chunks
     timing = timing if denoises else None
-    return ResidencyPolicy(kind, room, split, timing, grows=not denoises, together=bool(denoises and in_pieces))
+    return ResidencyPolicy(kind, buffer_bytes, split, timing, grows=not denoises, together=bool(denoises and in_pieces))

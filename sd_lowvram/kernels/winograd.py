@@ -75,11 +75,11 @@ def convolve(x: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor:
         tiles = _tiles(functional.pad(strip, (1, right, int(start == 0), below)))
         tiles = _across(data, data @ tiles.reshape(SIDE + 2, -1))
         products = torch.bmm(kernels, tiles.view((SIDE + 2) ** 2, channels, -1))
-        made = _across(output, output @ products.view(SIDE + 2, -1))
-        made = made.view(SIDE, SIDE, kernels.shape[1], count, -1, across)
-        made = made.permute(3, 2, 4, 0, 5, 1).reshape(count, kernels.shape[1], -1, across * SIDE)
-        out = placed(out, made[:, :, : stop - start, :width], 2, start, height)
-        del strip, tiles, products, made
+        result = _across(output, output @ products.view(SIDE + 2, -1))
+        result = result.view(SIDE, SIDE, kernels.shape[1], count, -1, across)
+        result = result.permute(3, 2, 4, 0, 5, 1).reshape(count, kernels.shape[1], -1, across * SIDE)
+        out = placed(out, result[:, :, : stop - start, :width], 2, start, height)
+        del strip, tiles, products, result
     assert out is not None
     return out if bias is None else out.add_(bias.view(-1, 1, 1))
 

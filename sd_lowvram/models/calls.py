@@ -160,8 +160,8 @@ def denoise_step(denoiser: nn.Module, inputs: StepInputs, predict: Predict) -> T
         x = torch.cat([x, inputs.joined], 1)
     predicted = predict(denoiser, x, inputs)
     if passes > 1:
-        first, *others = predicted.chunk(passes)
+        first, *remaining = predicted.chunk(passes)
         predicted = first
-        for other in others:
+        for other in remaining:
             predicted = predicted + 7.5 * (other - first)
     return latents - 0.1 * predicted[:, : latents.shape[1]]  # the rest is of no use to the pipelines that have it

@@ -23,12 +23,12 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
     unet: Any = anatomy.denoiser_module
     size, channels = latent_size(anatomy, shape), latent_channels(anatomy)
     empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, anatomy.denoiser or ""))
-    beside = layer(unet.input_blocks[0][0]).in_channels - channels
+    extra_channels = layer(unet.input_blocks[0][0]).in_channels - channels
     return StepInputs(
         latents=empty(shape.batch, channels, *size),
         timestep=torch.tensor(1),
         text=empty(shape.rows, _TOKENS, _text_width(unet)),
-        beside=empty(shape.rows, beside, *size) if beside else None,
+        beside=empty(shape.rows, extra_channels, *size) if extra_channels else None,
         labels=_labels(unet, shape.rows, empty),
     )
 

@@ -43,8 +43,8 @@ def encodes(target: Any, unet: Any, channels: int) -> bool:
         channels: channels of the latents.
     """
     arguments = _arguments(target)
-    beside = layer(unet.conv_in).in_channels - channels
-    return "image" in arguments and ("strength" in arguments or beside >= channels)
+    extra_channels = layer(unet.conv_in).in_channels - channels
+    return "image" in arguments and ("strength" in arguments or extra_channels >= channels)
 
 
 def run_processors(target: Any, unet: nn.Module) -> dict[str, Any]:
@@ -78,14 +78,14 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
     config, rows, size = anatomy.config(anatomy.denoiser), shape.rows, latent_size(anatomy, shape)
     empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, anatomy.denoiser or ""))
     channels = latent_channels(anatomy)
-    beside = layer(unet.conv_in).in_channels - channels
+    extra_channels = layer(unet.conv_in).in_channels - channels
     distilled = config.get("time_cond_proj_dim")
     features = tuple(_features(anatomy, rows, shape, empty))
     return StepInputs(
         latents=empty(shape.batch, channels, *size),
         timestep=torch.tensor(1),
         text=empty(rows, text_length(anatomy), _text_width(anatomy)),
-        beside=empty(rows, beside, *size) if beside else None,
+        beside=empty(rows, extra_channels, *size) if extra_channels else None,
         labels=_labels(unet, config, rows, empty),
         guidance=None if distilled is None else empty(rows, int(distilled)),
         added=_added_conditions(anatomy, rows, empty),

@@ -187,13 +187,13 @@ def packed_inputs(anatomy: Anatomy, shape: Shape, words: int, added: dict[str, A
     config, empty = anatomy.config(anatomy.denoiser), empty_of(anatomy)
     rows, columns = picture_tokens(anatomy, shape)
     channels, tokens = 4 * latent_channels(anatomy), rows * columns
-    beside = int(config["in_channels"]) - channels
+    extra_channels = int(config["in_channels"]) - channels
     text = empty(shape.rows, words, int(config["joint_attention_dim"]))
     return StepInputs(
         latents=empty(shape.batch, tokens, channels),
         timestep=torch.tensor(1.0),
         text=text,
-        beside=empty(shape.rows, tokens, beside) if beside else None,
+        beside=empty(shape.rows, tokens, extra_channels) if extra_channels else None,
         joined=empty(shape.rows, tokens * anatomy.joined, channels) if anatomy.joined else None,
         added=added,
         held=(torch.empty_like(text),) * (anatomy.calls - 1),  # the text of the other call

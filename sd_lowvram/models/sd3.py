@@ -44,12 +44,12 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
     """Inputs of a denoising step."""
     config, rows, empty = anatomy.config(anatomy.denoiser), shape.rows, dit.empty_of(anatomy)
     channels, size = latent_channels(anatomy), latent_size(anatomy, shape)
-    beside = int(config["in_channels"]) - channels
+    extra_channels = int(config["in_channels"]) - channels
     return StepInputs(
         latents=empty(shape.batch, channels, *size),
         timestep=torch.tensor(1.0),
         text=empty(rows, _CLIP + _T5, int(config["joint_attention_dim"])),
-        beside=empty(rows, beside, *size) if beside else None,
+        beside=empty(rows, extra_channels, *size) if extra_channels else None,
         added={"pooled_projections": empty(rows, int(config["pooled_projection_dim"]))},
     )
 

@@ -49,8 +49,8 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
 def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
     """The transformer's prediction (rows, C, h, w), of a text as long as it may be, and shorter ones."""
     transformer.rope_embedder.freqs_cis = None  # what it keeps from its first call on belongs to every trace
-    first, *others = inputs.text.unbind()
-    texts = [first, *(text[:-_SHORTER] for text in others)]
+    first, *remaining = inputs.text.unbind()
+    texts = [first, *(text[:-_SHORTER] for text in remaining)]
     maps = list(x.to(first.dtype).unsqueeze(2).unbind())
     predicted = transformer(maps, inputs.timestep.expand(len(x)), texts, return_dict=False)[0]
     return torch.stack([picture.float() for picture in predicted]).squeeze(2)

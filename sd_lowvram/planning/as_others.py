@@ -74,8 +74,8 @@ def way_of(name: str, pipe: Any, device: torch.device, plan: Callable[[], Plan],
         CALLS[name](own, device)
         return lambda: contextlib.nullcontext(own)
     if chosen.needs_plan:
-        made = plan()
-        return lambda: _within(pipe, device, made.settings, made.timing)
+        planned = plan()
+        return lambda: _within(pipe, device, planned.settings, planned.timing)
     return lambda: _within(pipe, device, Settings.policy(name))
 
 

@@ -32,7 +32,7 @@ def measured_compiling(device: torch.device) -> Compiling:
     """Measure the gain of torch.compile on ``device``; takes up to some minutes, most of them in the compiler."""
     unet, inputs = _part_of_unet(device)
     plain, kinds = copy.deepcopy(unet), kinds_of(anatomy_of(unet))["denoise"]
-    call, warm_ups = functools.partial(_call, given=inputs), []
+    call, warm_ups = functools.partial(_call, inputs=inputs), []
     with torch.inference_mode():
         for _ in range(2):
             compiler.forget()
@@ -52,7 +52,7 @@ def measured_recording(device: torch.device) -> dict[str, float]:
     unet, inputs = _part_of_unet(device)
     if unrecordable(anatomy_of(unet), device) is not None:
         return {}
-    plain, call = copy.deepcopy(unet), functools.partial(_call, given=inputs)
+    plain, call = copy.deepcopy(unet), functools.partial(_call, inputs=inputs)
     heard_of: list[str] = []
     with torch.inference_mode(), attached(unet, _RECORDED, device=device), heard(heard_of.append):
         call(unet)  # a pass is recorded when it is repeated
@@ -85,6 +85,6 @@ def _part_of_unet(device: torch.device) -> tuple[Any, _Given]:
     return unet, (latents, torch.tensor(500, device=device), text)
 
 
-def _call(unet: Any, given: _Given) -> Tensor:
-    predicted: Tensor = unet(*given, return_dict=False)[0]
+def _call(unet: Any, inputs: _Given) -> Tensor:
+    predicted: Tensor = unet(*inputs, return_dict=False)[0]
     return predicted

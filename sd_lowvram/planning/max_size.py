@@ -126,8 +126,8 @@ def largest(pressure: Callable[[int], float], limit: float, guess: int, most: in
 
 def _secant(seen: list[tuple[int, float]], limit: float) -> int:
     """The area at which a line through the two points nearest to ``limit`` reaches it."""
-    (area, amount), *others = sorted(seen, key=lambda point: abs(point[1] - limit))
-    if not others or others[0][1] == amount:
+    (area, amount), *remaining = sorted(seen, key=lambda point: abs(point[1] - limit))
+    if not remaining or remaining[0][1] == amount:
         return math.isqrt(max(1, int(area * limit / amount))) if amount else area
-    other, its = others[0]
+    other, its = remaining[0]
     return math.isqrt(max(1, int(area + (limit - amount) * (other - area) / (its - amount))))

@@ -112,8 +112,8 @@ def _group(stages: tuple[Stage, ...], fixed: Settings, offers: list[Offer]) -> G
     for level, choice in levels.items():
         tiers.setdefault(level, []).append(choice)
         least = choice
-    for beside in select_kind(offers, OfferKind.BESIDE):
-        tiers = {level: [*tier, *({**choice, **beside.knobs} for choice in tier)] for level, tier in tiers.items()}
+    for extra in select_kind(offers, OfferKind.BESIDE):
+        tiers = {level: [*tier, *({**choice, **extra.knobs} for choice in tier)] for level, tier in tiers.items()}
     ways = [tiers[level] for level in sorted(tiers)]
     return Group(stages, _open(ways, fixed), left_open(least, fixed), offers)
 

@@ -77,9 +77,9 @@ def _word(value: Any) -> Any:
 
 def reasons(plan: dict[str, Any]) -> list[Reason]:
     """Reasons of the plan in addition to its verdict, which has the peak, and the smallest budget."""
-    found = [Reason(one["kind"], **one["values"]) for one in plan["reason_values"]]
+    listed = [Reason(entry["kind"], **entry["values"]) for entry in plan["reason_values"]]
     least = {"least_vram": plan["minimum_vram_bytes"], "least_ram": plan["minimum_ram_bytes"]}
-    return [*beside_peak(found), Reason(Kind.SMALLEST, **least)]
+    return [*beside_peak(listed), Reason(Kind.SMALLEST, **least)]
 
 
 def text(plan: dict[str, Any]) -> str:
@@ -107,10 +107,10 @@ def as_html(plan: dict[str, Any]) -> str:
         f"<span style='color:{_ACTIVATIONS}'>&#9632;</span> activations "
         f"<span style='color:{_BUDGET}'>|</span> budget{far}</small>"
     )
-    told = "".join(f"<div>{html.escape(line)}</div>" for line in (*choices(plan), *reasons(plan)))
+    sentences = "".join(f"<div>{html.escape(line)}</div>" for line in (*choices(plan), *reasons(plan)))
     return (
         f"<b>{html.escape(title(plan))}: {html.escape(verdict(plan))}</b>"
-        f"<table><tr>{heads}<th style='text-align:left'>{key}</th></tr>{lines}</table>{told}"
+        f"<table><tr>{heads}<th style='text-align:left'>{key}</th></tr>{lines}</table>{sentences}"
     )
 
 

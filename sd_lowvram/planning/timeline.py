@@ -52,9 +52,9 @@ def timelines_of(target: Any, plan: Plan) -> tuple[StageTimeline, ...]:
 
 def _timeline(stage: StagePlan, traced: MemoryTrace) -> StageTimeline:
     """The trace's timeline, plus the bytes that the rest of the run holds meanwhile."""
-    others, waiting = stage.peak_bytes - traced.peak_bytes, stage.host_bytes - traced.host_peak_bytes
+    added, waiting = stage.peak_bytes - traced.peak_bytes, stage.host_bytes - traced.host_peak_bytes
     events = [event for event in traced.timeline if event.operator]  # without tensors that existed before the run
     size = -(-len(events) // _POINTS)
-    device = tuple(max(e.device_bytes for e in events[at : at + size]) + others for at in range(0, len(events), size))
+    device = tuple(max(e.device_bytes for e in events[at : at + size]) + added for at in range(0, len(events), size))
     host = tuple(max(e.host_bytes for e in events[at : at + size]) + waiting for at in range(0, len(events), size))
     return StageTimeline(stage.name, stage.component, device, host)

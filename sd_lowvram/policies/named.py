@@ -179,5 +179,5 @@ def check_policy(name: str | None, device_type: str) -> None:
 
 def runs_on(device_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the policies that run on a device of this type, and of those that do not."""
-    left_out = tuple(name for name, one in POLICIES.items() if one.own and device_type == "cpu")
+    left_out = tuple(name for name, policy in POLICIES.items() if policy.own and device_type == "cpu")
     return tuple(name for name in POLICIES if name not in left_out), left_out

@@ -109,10 +109,10 @@ class _Compare:
 
     def _check(self) -> None:
         before = self._before if isinstance(self._before, dict) else {}
-        others = [name for name in (*self._call, *(before.keys() - self._call.keys())) if
+        differing = [name for name in (*self._call, *(before.keys() - self._call.keys())) if
                   before.get(name) != self._call.get(name)]  # fmt: skip
-        if others:
-            shown = ", ".join(others[:8]) + (", ..." if len(others) > 8 else "")
+        if differing:
+            shown = ", ".join(differing[:8]) + (", ..." if len(differing) > 8 else "")
             warnings.warn(
                 f"{self._path} is of another call (what differs: {shown}): this one starts from the beginning and "
                 "replaces it",

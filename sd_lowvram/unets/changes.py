@@ -101,9 +101,9 @@ def _experts(
     path: str, module: CondConv2d, pair: _Layer, inherited: list[_Layer], generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Weights of a convolution with several experts, by name."""
-    others = [layer for layer in inherited if layer[0].shape == pair[0].shape][: module.experts - 1]
-    drawn = [_drawn(pair, generator) for _ in range(module.experts - 1 - len(others))]
-    kernels, biases = zip(pair, *others, *drawn, strict=True)
+    equal_layers = [layer for layer in inherited if layer[0].shape == pair[0].shape][: module.experts - 1]
+    drawn = [_drawn(pair, generator) for _ in range(module.experts - 1 - len(equal_layers))]
+    kernels, biases = zip(pair, *equal_layers, *drawn, strict=True)
     router = torch.zeros(module.experts)
     router[0] = torch.tensor(_FIRST_SHARE / (1 - _FIRST_SHARE) * (module.experts - 1)).log()
     return {

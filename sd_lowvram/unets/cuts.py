@@ -73,12 +73,12 @@ def put_together(compressed: Mapping[str, Any], original: Mapping[str, Any], blo
 
     Both were cut from UNets of the same layers, or nothing is noted: then the layers are counted as they are.
     """
-    (layers, outer), (others, inner) = recorded(compressed), recorded(original)
-    if layers[:blocks] != others[:blocks] or len(layers) != len(others):
+    (layers, outer), (original_layers, inner) = recorded(compressed), recorded(original)
+    if layers[:blocks] != original_layers[:blocks] or len(layers) != len(original_layers):
         return {KEPT: None}
     deep = len(inner.up) - blocks
     cut = Cut((*outer.down[:blocks], *inner.down[blocks:]), (*inner.up[:deep], *outer.up[-blocks:]), inner.mid)
-    return note_of(others, cut)
+    return note_of(original_layers, cut)
 
 
 def _of(before: Sequence[Sequence[int]], remaining: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

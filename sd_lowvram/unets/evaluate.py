@@ -127,8 +127,8 @@ def evaluated(
         for turn, (name, (pipe, offset)) in enumerate(runs.items())
     }
     names = ("student", "teacher", "other seeds")
-    others = {name: more(drawn[name], ground.prompts) if more else {} for name in names}
-    return {name: {**measures(drawn[name], drawn["teacher"], ground), **others[name]} for name in names}
+    extra_measures = {name: more(drawn[name], ground.prompts) if more else {} for name in names}
+    return {name: {**measures(drawn[name], drawn["teacher"], ground), **extra_measures[name]} for name in names}
 
 
 def measures(pictures: Tensor, teacher: Tensor, ground: Ground) -> dict[str, float]:
@@ -169,9 +169,9 @@ def drawn_by(pipe: Any, prompts: Sequence[str], draw: Draw, offset: int = 0, tur
     return torch.cat(parts)
 
 
-def agreement(pictures: Tensor, others: Tensor) -> dict[str, float]:
+def agreement(pictures: Tensor, references: Tensor) -> dict[str, float]:
     """ "psnr" in dB, the mean over pictures (200 where they are the same), and "difference", of 255."""
-    apart = (pictures - others).double() / 2
+    apart = (pictures - references).double() / 2
     squares = apart.square().mean(dim=(1, 2, 3)).clamp_min(1e-20)
     return {"psnr": float((-10 * squares.log10()).mean()), "difference": 255 * float(apart.abs().mean())}
 

@@ -190,8 +190,8 @@ def _request(
 
 def _waiting(unet: Any, parts: Sequence[Part]) -> int:
     """Bytes of the other UNets while ``unet`` has its turn."""
-    others = {id(other): other for other, _ in parts if other is not unet}
-    return sum(tensor.numel() * tensor.element_size() for tensor in all_tensors(*others.values()))
+    waiting_unets = {id(other): other for other, _ in parts if other is not unet}
+    return sum(tensor.numel() * tensor.element_size() for tensor in all_tensors(*waiting_unets.values()))
 
 
 _ALIKE = (

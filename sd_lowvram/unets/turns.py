@@ -15,31 +15,31 @@ Turn = tuple[str, int]
 """A UNet's name and its steps."""
 
 
-def parse_turns(text: str, others: Collection[str], what: str, remedy: str = "") -> tuple[Turn, ...]:
+def parse_turns(text: str, served: Collection[str], what: str, remedy: str = "") -> tuple[Turn, ...]:
     """The turns in ``text``.
 
     Args:
-        others: names of further UNets, in addition to "full".
+        served: names of further UNets, in addition to "full".
         what: name of the text in its surface, such as "--schedule".
         remedy: what to do about an unknown name, with "{name}" in it.
 
     Raises:
         BadInputError: wrong form, an unknown or unused name, or fewer than one step.
     """
-    turns = tuple(_turn(part.strip(), others, what, remedy) for part in text.split(","))
-    unused = [name for name in others if name not in {name for name, _ in turns}]
+    turns = tuple(_turn(part.strip(), served, what, remedy) for part in text.split(","))
+    unused = [name for name in served if name not in {name for name, _ in turns}]
     if unused:
         raise BadInputError(f"{unused[0]} is not in {what} {text!r}: name it there, or leave it out")
     return turns
 
 
-def _turn(turn: str, others: Collection[str], what: str, remedy: str) -> Turn:
+def _turn(turn: str, allowed: Collection[str], what: str, remedy: str) -> Turn:
     name, _, count = turn.rpartition(":")
     if not NAME.fullmatch(name) or not re.fullmatch(r"-?\d{1,9}", count, re.ASCII):
         raise BadInputError(f"{what} has {turn!r} where NAME:STEPS is needed: small:10,full:15")
     if int(count) < 1:
         raise BadInputError(f"{what} {turn!r}: a UNet takes at least 1 step; leave it out, or give it some")
-    if name != OWN and name not in others:
-        served = ", ".join((OWN, *others))
+    if name != OWN and name not in allowed:
+        served = ", ".join((OWN, *allowed))
         raise BadInputError(f"{what} names {name!r}, which is unknown: known are {served}{remedy.format(name=name)}")
     return name, int(count)

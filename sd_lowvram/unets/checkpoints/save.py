@@ -47,8 +47,8 @@ def save_pipeline(pipe: DiffusionPipeline, target: Path) -> None:
 
 def _save_folder(pipe: DiffusionPipeline, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".sd-lowvram-", dir=target.parent) as beside:
-        folder = Path(beside, target.name)
+    with tempfile.TemporaryDirectory(prefix=".sd-lowvram-", dir=target.parent) as workspace:
+        folder = Path(workspace, target.name)
         with silent("diffusers.utils.logging"), silent("transformers.utils.logging"):
             pipe.save_pretrained(folder, safe_serialization=True)
         os.replace(folder, target)

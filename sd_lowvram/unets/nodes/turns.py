@@ -105,8 +105,8 @@ class _ModelSwitch:
             False: functools.partial(self._load_small, shape, conds),
         }
         self._loaded = self._of_step[0] == OWN
-        _, conds, others = self._load[self._loaded]()
-        return model.model, conds, others
+        _, conds, models = self._load[self._loaded]()
+        return model.model, conds, models
 
     def _load_small(self, shape: Any, conds: Any) -> Any:
         """Load the small model by the host, with its own wrappers; return the host's result."""
