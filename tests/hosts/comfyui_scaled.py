@@ -52,7 +52,7 @@ def main() -> None:
     if not hasattr(comfy.ops, "mixed_precision_ops"):
         return
     inside.our_nodes()
-    widened = importlib.import_module(f"{inside.pack_name()}.sd_lowvram.kernels.scaled").widened
+    widen = importlib.import_module(f"{inside.pack_name()}.sd_lowvram.kernels.scaled").widen_scaled
     drawn = torch.Generator().manual_seed(0)
     for kind, dtype in itertools.product(KINDS, TYPES):
         weight, scale = stored(torch.randn(*reversed(WIDTHS), generator=drawn), kind)
@@ -61,7 +61,7 @@ def main() -> None:
         model.load_state_dict(state_of(weight, scale, torch.zeros(WIDTHS[1], dtype=dtype), kind), strict=False)
         theirs = model.l.weight
         kept = hasattr(theirs, "dequantize") and type(theirs.data) is not Tensor
-        same = torch.equal((theirs.dequantize() if kept else theirs).to(dtype), widened(weight, scale, dtype))
+        same = torch.equal((theirs.dequantize() if kept else theirs).to(dtype), widen(weight, scale, dtype))
         print(json.dumps({"kind": kind, "dtype": str(dtype), "kept": kept, "same": same}))
 
 
