@@ -1,4 +1,4 @@
-"""Seconds of our own code and torch's in the host, told apart from those of the device, over the calls of models."""
+"""Seconds of our own code and torch's in the host, separated from those of the device, over the calls of models."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ _RAM = 32 * GIB
 
 
 def run(cards: Sequence[str] = CARDS, model: str = "sd15", *, out: Path | None) -> dict[str, Any]:
-    """Foretell the pictures in fp16; writes ``out`` and JSON, card by card, and goes on with what lacks."""
-    asked = {"model": model, "steps": _STEPS, "how": "foretold"}
+    """Predict the pictures in fp16; writes ``out`` and JSON, card by card, and continues with what is missing."""
+    asked = {"model": model, "steps": _STEPS, "how": "predicted"}
     cases = [{"card": card} for card in cards]
     return filled(asked, cases, functools.partial(_of_card, model), lines, out, "cards")
 
@@ -53,12 +53,12 @@ def _cell(model: str, card: str, side: int, name: str) -> dict[str, Any]:
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The table as Markdown."""
-    yield f"# {_TITLES[report['model']]} on cards, foretold"
+    yield f"# {_TITLES[report['model']]} on cards, predicted"
     yield ""
     yield (
-        f"Squares in fp16, {report['steps']} steps with guidance: time and peak as plans foretell them for all of a "
-        f"card's memory, and the RAM in which weights and activations wait, of {_RAM / GIB:.0f} GiB (none where none "
-        "is told). Nothing ran on a card."
+        f"Squares in fp16, {report['steps']} steps with guidance: time and peak as plans predict them for all of a "
+        f"card's memory, and the RAM in which weights and activations wait, of {_RAM / GIB:.0f} GiB (none if it is "
+        "not listed). Nothing ran on a card."
     )
     yield ""
     heads = [f"{cell['side']}x{cell['side']}, {cell['policy']}" for cell in report["rows"][0]["cells"]]

@@ -46,7 +46,7 @@ Pairs = Annotated[int, typer.Option(help="Calls of each side.")]
 def peers(
     size: Size = 256, steps: Annotated[int, typer.Option(help="Denoising steps of a picture.")] = 8
 ) -> dict[str, Any]:
-    """diffusers' own ways to save memory beside ours: seconds, peaks by the same counters, and the picture."""
+    """diffusers' own ways to save memory next to ours: seconds, peaks by the same counters, and the picture."""
     check_run(size, size, steps, 1, None, None)
     return {"size": size, "steps": steps}
 
@@ -89,7 +89,7 @@ def ladder(
     size: Annotated[int | None, typer.Option(help="Of the picture; left out: 512 on a GPU, 256 on a CPU.")] = None,
     pairs: Pairs = 5,
 ) -> dict[str, Any]:
-    """A published ladder's rungs, and ours, as they are here: seconds of a guided step of SD1.5, published beside."""
+    """A published ladder's rungs, and ours, as they are here: seconds of a guided step of SD1.5, and published ones."""
     check_names("--of", [of], ("B", "E"))
     check_names("--model", [model], _TIMED)
     check_count("--pairs", pairs, _MOST_PAIRS)
@@ -103,7 +103,7 @@ def vae(
         typer.Option("--model", "-m", help="Whose autoencoder: sd15, sdxl, flux, flux2 or qwen-image.", metavar="NAME"),
     ] = "sd15",
 ) -> dict[str, Any]:
-    """Exact tiles beside the plain decode: time, peak, and how far every way is from it."""
+    """Exact tiles compared with the plain decode: time, peak, and how far every way is from it."""
     return {"model": model}
 
 

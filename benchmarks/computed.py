@@ -30,14 +30,14 @@ TABLES = {
 }
 """Commands by the table's name in ``benchmarks/``, those of a few minutes first."""
 _BEGUN = "begun"
-"""Folder, beside the tables, of what is not whole yet."""
+"""Folder, next to the tables, of what is not whole yet."""
 
 
 def make(names: Sequence[str], folder: Path, seconds: float, program: Any) -> Iterator[str]:
     """Compute the tables ``names`` anew in ``folder``; yield a line on each, before it is begun or where it is left.
 
     A table replaces the one that is there when it is whole. A table of this commit is left as it is, and the rows of an
-    interrupted one are kept if they are of this commit.
+    interrupted one stay if they are of this commit.
 
     Args:
         names: empty: all that are done within ``seconds``, by the time that each took before.

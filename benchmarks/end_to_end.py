@@ -35,7 +35,7 @@ PEAK_TOLERANCE, TIME_TOLERANCE = 0.05, 1.5
 
 
 def run(models: Sequence[str] = tuple(CASES), budgets: int = BUDGETS, out: Path | None = None) -> dict[str, Any]:
-    """Measure ``models`` ("demo", "sd15"), also into ``out`` as Markdown and JSON beside it, model by model.
+    """Measure ``models`` ("demo", "sd15"), also into ``out`` as Markdown and JSON next to it, model by model.
 
     What the files hold of other models stays.
     """
@@ -167,7 +167,7 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "Each run in a process of its own; no GPU was at hand. *Held* is "
-        "what torch's allocator saw at the peak, device and host memory together, and what the plan foretold of it. "
+        "what torch's allocator saw at the peak, device and host memory together, and what the plan predicted of it. "
         "Seconds are those of the processor over the threads, so that other programs do not count; planned ones from "
         "a calibration just before. The rival is the next faster candidate that the search rejected; what it held on "
         "the device is what it held less what was planned to wait in host memory. Misses are marked: peaks off by "

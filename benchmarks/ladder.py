@@ -145,7 +145,7 @@ def has_bfloat16() -> bool:
 def run(
     source: str, *, model: str = "sd15", size: int | None = None, pairs: int = 5, out: Path | None = None
 ) -> dict[str, Any]:
-    """Measure every rung beside diffusers' own eager UNet in float32.
+    """Measure every rung next to diffusers' own eager UNet in float32.
 
     Args:
         model: "sd15", with random weights, or "demo".

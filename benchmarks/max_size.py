@@ -37,12 +37,12 @@ def run(card: str = "rtx2070", names: Sequence[str] = tuple(POLICIES), *, out: P
 
     Policies that the JSON has are not repeated.
     """
-    asked = {"model": "sd15", "card": card, "steps": 20, "how": "foretold"}
+    asked = {"model": "sd15", "card": card, "steps": 20, "how": "predicted"}
     cases = [{"policy": name} for name in names]
-    return filled(asked, cases, functools.partial(_foretold, card), lines, out, "policies")
+    return filled(asked, cases, functools.partial(_predicted, card), lines, out, "policies")
 
 
-def _foretold(card: str, policy: str) -> dict[str, Any]:
+def _predicted(card: str, policy: str) -> dict[str, Any]:
     anatomy = meta_anatomy("sd15", torch.float16)
 
     def request(name: str, **size: Any) -> Any:
@@ -70,23 +70,23 @@ def _foretold(card: str, policy: str) -> dict[str, Any]:
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The table as Markdown."""
-    yield f"# The largest square pictures that were reached on an RTX 2070, and ours on {report['card']}, foretold"
+    yield f"# The largest square pictures that were reached on an RTX 2070, and ours on {report['card']}, predicted"
     yield ""
     yield (
         f"{report['model']} in fp16, {report['steps']} steps with guidance. *Reached*: what was published of an "
-        "RTX 2070 with 8 GB (of consciencia no larger was tried), by programs and torch of 2022; beside it what "
-        "plans foretell of that policy and of ours at that size. Nothing ran on a card. *Its knobs in our program*:"
-        " the largest that a plan foretells with what the policy decides; no word about the program itself, as "
+        "RTX 2070 with 8 GB (of consciencia no larger was tried), by programs and torch of 2022; next to it what "
+        "plans predict of that policy and of ours at that size. Nothing ran on a card. *Its knobs in our program*:"
+        " the largest that a plan predicts with what the policy decides; no word about the program itself, as "
         "our kernels, norms and decoder hold less than its own did."
     )
     yield ""
-    there = ("reached", "s", "foretold there", "ours there, foretold")
-    heads = ("policy", *there, "its knobs in our program, foretold", "s", "s a megapixel")
+    there = ("reached", "s", "predicted there", "ours there, predicted")
+    heads = ("policy", *there, "its knobs in our program, predicted", "s", "s a megapixel")
     rows = sorted(report["rows"], key=lambda row: row["policy"] not in PUBLISHED)
-    yield from table(heads, map(_foretold_cells, rows))
+    yield from table(heads, map(_predicted_cells, rows))
 
 
-def _foretold_cells(row: dict[str, Any]) -> list[str]:
+def _predicted_cells(row: dict[str, Any]) -> list[str]:
     reached, seconds, _ = _timed(*PUBLISHED.get(row["policy"], (None, None)))
     there = ["" if row[name] is None else format_time(row[name]) for name in ("there", "ours_there")]
     return [row["policy"], reached, seconds, *there, *_timed(row["side"], row.get("seconds"))]

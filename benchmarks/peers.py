@@ -1,7 +1,7 @@
 """Other programs and ours on one checkpoint: seconds, peak memory by the same counters, and how far the picture is.
 
 Each has a process of its own. Two counters see every one alike: what the process took at its peak beyond what it held
-before the model was loaded (Linux alone tells this), and the peak that torch's allocator told of.
+before the model was loaded (Linux alone reports this), and the peak that torch's allocator reported.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _forget_peak() -> None:
 
 
 def _resident(figure: str = "VmRSS") -> int | None:
-    """Bytes that this process has in memory, or had at most (``VmHWM``); None where no file tells them."""
+    """Bytes that this process has in memory, or had at most (``VmHWM``); None if no file has them."""
     with contextlib.suppress(OSError):
         for line in _STATUS.read_text(encoding="utf-8").splitlines():
             if line.startswith(f"{figure}:"):

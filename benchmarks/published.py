@@ -53,7 +53,7 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Foretold:
+class PredictedTimes:
     """A plan, and the work that its time is of.
 
     Attributes:
@@ -100,12 +100,12 @@ def run(names: Iterable[str] = PUBLISHED, *, out: Path | None) -> dict[str, Any]
     Takes some minutes.
     """
     published = {name: published_times(name) for name in names}
-    foretold = {name: foretold_times(name, sizes) for name, sizes in published.items()}
+    predicted = {name: predicted_times(name, sizes) for name, sizes in published.items()}
     report: dict[str, Any] = {"model": "sd15", "card": _CARD, "steps": _SAMPLES}
-    report["rows"] = [_as_row(name, published[name], foretold[name]) for name in published]
+    report["rows"] = [_as_row(name, published[name], predicted[name]) for name in published]
     errors = [abs(ratio - 1) for row in report["rows"] for ratio in ratios(row).values()]
     report["median_error"] = median(errors)
-    report["left_out"] = [_left_out(name, published, foretold) for name in published if len(published) > 1]
+    report["left_out"] = [_left_out(name, published, predicted) for name in published if len(published) > 1]
     report["speeds"] = speeds()
     return written(report, lines, out)
 
@@ -129,7 +129,7 @@ def _rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def foretold_times(name: str, sizes: Iterable[Size]) -> dict[Size, Foretold]:
+def predicted_times(name: str, sizes: Iterable[Size]) -> dict[Size, PredictedTimes]:
     """Predicted seconds for the RTX 2070 by the policy ``name``, in fp16 like the published pictures.
 
     Landscape and portrait take equally long.
@@ -137,11 +137,11 @@ def foretold_times(name: str, sizes: Iterable[Size]) -> dict[Size, Foretold]:
     sizes, found = list(sizes), {}
     for height, width in progress.counted("sizes", sorted({(min(size), max(size)) for size in sizes})):
         shape = {"width": width, "height": height, "steps": _SAMPLES}
-        found[height, width] = _foretold(name, Settings.policy(name), _CARD, **shape)
+        found[height, width] = _predicted(name, Settings.policy(name), _CARD, **shape)
     return {size: found[min(size), max(size)] for size in sizes}
 
 
-def _foretold(name: str, settings: Settings, gpu: str, **shape: Any) -> Foretold:
+def _predicted(name: str, settings: Settings, gpu: str, **shape: Any) -> PredictedTimes:
     anatomy = _anatomy()
     search = PlanSearch(anatomy, request_by(name, anatomy, gpu=gpu, ram=_RAM, **shape), settings, approximate=False)
     plan, costs = best_plan(search), search.pricing.costs
@@ -152,37 +152,37 @@ def _foretold(name: str, settings: Settings, gpu: str, **shape: Any) -> Foretold
             parts.append((plan.request.steps if stage.repeats else 1, costs(stage, traced)))
         else:
             away += costs(stage, dataclasses.replace(traced, precision="fp32")).flops
-    return Foretold(plan, parts, away)
+    return PredictedTimes(plan, parts, away)
 
 
-def agreement(published: Mapping[Size, float], foretold: Mapping[Size, float]) -> Agreement:
-    errors = [abs(foretold[size] / seconds - 1) for size, seconds in published.items()]
+def agreement(published: Mapping[Size, float], predicted: Mapping[Size, float]) -> Agreement:
+    errors = [abs(predicted[size] / seconds - 1) for size, seconds in published.items()]
     mean = fmean(published.values())
-    left = sum((foretold[size] - seconds) ** 2 for size, seconds in published.items())
+    left = sum((predicted[size] - seconds) ** 2 for size, seconds in published.items())
     variance = sum((seconds - mean) ** 2 for seconds in published.values())
     return Agreement(len(errors), median(errors), quantiles(errors, n=10)[-1], 1 - left / variance)
 
 
-def _as_row(name: str, published: dict[Size, float], foretold: Mapping[Size, Foretold]) -> dict[str, Any]:
-    seconds = {size: one.seconds for size, one in foretold.items()}
+def _as_row(name: str, published: dict[Size, float], predicted: Mapping[Size, PredictedTimes]) -> dict[str, Any]:
+    seconds = {size: one.seconds for size, one in predicted.items()}
     times = [
-        {"height": size[0], "width": size[1], "published": one, "foretold": round(seconds[size], 3)}
+        {"height": size[0], "width": size[1], "published": one, "predicted": round(seconds[size], 3)}
         for size, one in published.items()
     ]
     return {"policy": name, "agreement": asdict(agreement(published, seconds)), "times": times}
 
 
 def _left_out(
-    name: str, published: Mapping[str, Mapping[Size, float]], foretold: Mapping[str, Mapping[Size, Foretold]]
+    name: str, published: Mapping[str, Mapping[Size, float]], predicted: Mapping[str, Mapping[Size, PredictedTimes]]
 ) -> dict[str, Any]:
     """Times by the policy ``name``, by figures that are fitted to the squares of the others alone.
 
-    A processor that none of the others decodes on is told by its maker.
+    A processor that none of the others decodes on is described by its maker.
     """
     others = [(one, size) for one in published if one != name for size in published[one] if size[0] == size[1]]
-    decodes = any(foretold[one][size].away for one, size in others)
+    decodes = any(predicted[one][size].away for one, size in others)
 
-    def rates(one: Foretold, factors: Sequence[float]) -> Rates:
+    def rates(one: PredictedTimes, factors: Sequence[float]) -> Rates:
         known = one.plan.request.rates
         flops, launch, processor = factors
         return dataclasses.replace(
@@ -193,11 +193,11 @@ def _left_out(
         )
 
     def misses(factors: Sequence[float]) -> list[float]:
-        told = ((foretold[one][size], published[one][size]) for one, size in others)
+        told = ((predicted[one][size], published[one][size]) for one, size in others)
         return [math.log(one.by(rates(one, factors)) / seconds) for one, seconds in told]
 
     factors = fitted(misses, 3)
-    seconds = {size: one.by(rates(one, factors)) for size, one in foretold[name].items()}
+    seconds = {size: one.by(rates(one, factors)) for size, one in predicted[name].items()}
     return {"policy": name, "factors": factors, "agreement": asdict(agreement(published[name], seconds))}
 
 
@@ -218,7 +218,7 @@ def fitted(misses: Callable[[Sequence[float]], list[float]], count: int) -> list
 
 def ratios(row: dict[str, Any]) -> dict[Size, float]:
     """Predicted over published seconds by size, of a report's row."""
-    return {(time["height"], time["width"]): time["foretold"] / time["published"] for time in row["times"]}
+    return {(time["height"], time["width"]): time["predicted"] / time["published"] for time in row["times"]}
 
 
 # Steps on seven cards
@@ -230,7 +230,7 @@ def speeds() -> list[dict[str, Any]]:
     published = {row["card"]: {kind: float(row[kind]) for kind in _KINDS} for row in _rows("diffusers_page")}
     steps = {
         card: {
-            kind: _foretold("diffusers-default", settings, card, width=512, height=512)
+            kind: _predicted("diffusers-default", settings, card, width=512, height=512)
             for kind, settings in _KINDS.items()
         }
         for card in published
@@ -252,7 +252,7 @@ def speeds() -> list[dict[str, Any]]:
         factors = fitted(lambda tried: [math.log(by(*one, tried) / published[one[0]][one[1]]) for one in others], 3)
         stage = next(stage for stage in steps[card][kind].plan.stages if stage.name == "denoise")
         told = {
-            "foretold": steps[card][kind].plan.request.steps / stage.seconds,
+            "predicted": steps[card][kind].plan.request.steps / stage.seconds,
             "by_the_others": by(card, kind, factors),
         }
         return {"card": card, "attention": kind, "published": published[card][kind], **told}
@@ -261,7 +261,7 @@ def speeds() -> list[dict[str, Any]]:
 
 
 def out_of_order(rows: Sequence[dict[str, Any]], told: str) -> list[str]:
-    """Pairs of cards that ``told`` puts the other way round than what was published, by kind of attention."""
+    """Pairs of cards that ``told`` orders the other way round than what was published, by kind of attention."""
     found = []
     for one, other in itertools.combinations(rows, 2):
         same = one["attention"] == other["attention"]
@@ -272,13 +272,13 @@ def out_of_order(rows: Sequence[dict[str, Any]], told: str) -> list[str]:
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """Agreement, then for each policy predicted and published seconds, height by width."""
-    yield "# Times foretold beside published ones"
+    yield "# Predicted times next to published ones"
     yield ""
     yield (
         f"SD1.5 on an RTX 2070, {report['steps']} samples with guidance, seconds of a picture as `sd-lowvram plan "
         f"--model sd15 --gpu {report['card']} --policy NAME` says them. What the programs take over a launch and "
         "over an operation, and the processor's operations, are three numbers, fitted to the 39 squares among the 507 "
-        "sizes; the card is told by its maker's figures, as all others are. "
+        "sizes; the card is described by its maker's figures, like all cards. "
         "*Left out*: the same three by the squares of the other two policies (the processor's by its maker, where none "
         "of them decodes there). "
         "Written by `python -m benchmarks published`; where the published times come from: "
@@ -290,12 +290,12 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     heads = "policy", "sizes", "median error", "a tenth beyond", "R^2", "left out: median error", "a tenth beyond"
     left_out = {row["policy"]: row["agreement"] for row in report["left_out"]}
     yield from table(
-        (*heads, "worst: foretold / published"), (_agreement_cells(row, left_out) for row in report["rows"])
+        (*heads, "worst: predicted / published"), (_agreement_cells(row, left_out) for row in report["rows"])
     )
     yield from _speed_lines(report["speeds"])
     for row in report["rows"]:
         yield ""
-        yield f"## {row['policy']}: foretold / published"
+        yield f"## {row['policy']}: predicted / published"
         yield ""
         yield from _matrix(row)
 
@@ -316,17 +316,17 @@ def _speed_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield (
         "SD1.5 at 512x512 in fp16, attention with all its scores (`--policy diffusers-default --attention sliced "
-        "--attention-mib 65536`) and memory-efficient (`--policy diffusers-default`). *Foretold*: by plans, whose "
+        "--attention-mib 65536`) and memory-efficient (`--policy diffusers-default`). *Predicted*: by plans, whose "
         "three numbers are fitted to these 14 speeds. *By the others*: by three that are fitted to the other six "
         "cards. Two cards' matrix work is not of their sheets: the T4's is the TITAN RTX's by watts, the A10G's the "
-        "A10's. With all scores the TITAN RTX was faster than the A6000, of which the maker tells more operations and "
+        "A10's. With all scores the TITAN RTX was faster than the A6000, of which the maker states more operations and "
         "more bytes a second: these two stay in the other order."
     )
     yield ""
     yield from table(
-        ("card", "attention", "published", "foretold", "error", "by the others", "error"), map(_speed, rows)
+        ("card", "attention", "published", "predicted", "error", "by the others", "error"), map(_speed, rows)
     )
-    for told, name in (("foretold", "Foretold"), ("by_the_others", "By the others")):
+    for told, name in (("predicted", "Predicted"), ("by_the_others", "By the others")):
         pairs = out_of_order(rows, told)
         yield ""
         yield f"{name}, pairs of cards in the wrong order: {'; '.join(pairs) or 'none'}."
@@ -334,13 +334,13 @@ def _speed_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _speed(row: dict[str, Any]) -> list[str]:
     cells = [row["card"], row["attention"].replace("_", "-"), f"{row['published']:g}"]
-    for told in ("foretold", "by_the_others"):
+    for told in ("predicted", "by_the_others"):
         cells += [f"{row[told]:.1f}", f"{row[told] / row['published'] - 1:+.0%}"]
     return cells
 
 
 def _matrix(row: dict[str, Any]) -> Iterator[str]:
-    cells = {(one["height"], one["width"]): f"{one['foretold']:.1f} / {one['published']:.1f}" for one in row["times"]}
+    cells = {(one["height"], one["width"]): f"{one['predicted']:.1f} / {one['published']:.1f}" for one in row["times"]}
     heights, widths = (sorted({size[side] for size in cells}) for side in (0, 1))
     rows = ([str(height), *(cells[height, width] for width in widths)] for height in heights)
     yield from table(("height", *map(str, widths)), rows)

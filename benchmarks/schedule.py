@@ -65,7 +65,7 @@ def run(
     height: int | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Compute the table, also into ``out`` as Markdown, and JSON beside it.
+    """Compute the table, also into ``out`` as Markdown, and JSON next to it.
 
     Args:
         width, height: in pixels; None: sizes that are usual for the model.

@@ -35,7 +35,7 @@ Columns = Sequence[tuple[str, Cell]]
 LEAST_OWN = 0.8
 """Share of the time that the measuring thread must have had a processor, or its seconds are other programs'."""
 MOST_SPREAD = 0.25
-"""Half the distance of the quartiles over the median: figures that scatter more are not told."""
+"""Half the distance of the quartiles over the median: figures that scatter more are left out."""
 BUSY = "omitted: the machine was busy"
 _SPIN_SECONDS = 0.2
 _UNKNOWN = "not recorded"
@@ -195,7 +195,7 @@ def filled(
     asked: Report, cases: Sequence[Row], measure: Callable[..., Row], lines: Lines, out: Path | None, what: str
 ) -> Report:
     """A report with a row for each of ``cases``, which begins with the case and ends with when and of which commit the
-    row was computed; written row by row as they come. Rows that ``out`` has already are kept.
+    row was computed; written row by row as they come. Rows that ``out`` has already stay.
 
     Args:
         asked: what the report begins with.
@@ -228,7 +228,7 @@ def begin_rows(report: Report) -> dict[str, str]:
 
 
 def begun(asked: Report, out: Path | None) -> Report:
-    """The report beside ``out`` that is not finished yet, or a new one with no ``rows``.
+    """The report next to ``out`` that is not finished yet, or a new one with no ``rows``.
 
     Raises:
         BadInputError: what is there was asked for in another way.

@@ -109,7 +109,7 @@ def _told(plan: Plan) -> dict[str, Any]:
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The tables as Markdown, one for each card and size."""
-    yield "# Today's models by host memory and disk, foretold"
+    yield "# Today's models by host memory and disk, predicted"
     yield ""
     yield (
         f"Seconds a step and, in brackets, over the compute with all weights on the card: in bf16, {report['steps']} "

@@ -60,10 +60,10 @@ def _planned(card: str, vram: int, ram: int, model: str, side: int) -> dict[str,
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The tables as Markdown, one for each size."""
-    yield f"# Today's models in {report['vram_bytes'] / GIB:g} GiB of an {report['title']}, foretold"
+    yield f"# Today's models in {report['vram_bytes'] / GIB:g} GiB of an {report['title']}, predicted"
     yield ""
     yield (
-        f"In bf16 with {report['ram_bytes'] / GIB:g} GiB of host memory, {report['steps']} steps, as plans foretell "
+        f"In bf16 with {report['ram_bytes'] / GIB:g} GiB of host memory, {report['steps']} steps, as plans predict "
         "them; nothing ran on a card. *GiB of the card*: what torch reserves and the driver holds. *Over compute*: a "
         "step's time over that with all weights on the card."
     )

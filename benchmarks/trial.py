@@ -42,7 +42,7 @@ def measure(
         environment: additional variables for the process.
         arguments: plain values.
     """
-    return next(stream(trial, seconds=seconds, environment=environment, **arguments), failed("it told nothing"))
+    return next(stream(trial, seconds=seconds, environment=environment, **arguments), failed("it reported nothing"))
 
 
 def measure_each(
@@ -59,8 +59,8 @@ def measure_each(
     waiting = list(cases)
     while waiting:
         rows = stream(trial, seconds=seconds(), cases=list(waiting), **shared)
-        for row in itertools.chain([next(rows, failed("it told nothing"))], rows):
-            if waiting:  # a process may yet fail when all is told
+        for row in itertools.chain([next(rows, failed("it reported nothing"))], rows):
+            if waiting:  # a process may still fail after its last row
                 waiting.pop(0)
                 yield row
 
@@ -128,7 +128,7 @@ def failed(error: str, out_of_memory: bool = False) -> Row:
 
 
 def serve(asks: IO[str], rows: IO[str]) -> None:
-    """Run the trial that the first line of ``asks`` tells; where ``asks`` ends before it, so does this process."""
+    """Run the trial in the first line of ``asks``; where ``asks`` ends before it, so does this process."""
     asked = json.loads(asks.readline())
     threading.Thread(target=_end_with, args=(asks,), daemon=True).start()
     module = importlib.import_module(asked["module"])
@@ -136,7 +136,7 @@ def serve(asks: IO[str], rows: IO[str]) -> None:
         result = getattr(module, asked["name"])(**asked["arguments"])
         for row in [result] if isinstance(result, dict) else result:
             print(json.dumps(row), file=rows, flush=True)
-    except Exception as error:  # the driver tells which trial failed and goes on
+    except Exception as error:  # the driver reports which trial failed and continues
         row = failed(f"{type(error).__name__}: {error}", out_of_memory="out of memory" in str(error).lower())
         print(json.dumps(row), file=rows, flush=True)
 

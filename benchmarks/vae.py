@@ -1,4 +1,4 @@
-"""Exact tiles beside the plain decode: time in pairs, peaks, and how far every way of decoding is from plain."""
+"""Exact tiles compared with the plain decode: time in pairs, peaks, and how far every way of decoding is from plain."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(
     traced: Sequence[int] = (1024, 2048, 4096),
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure, also into ``out`` as Markdown, and JSON beside it.
+    """Measure, also into ``out`` as Markdown, and JSON next to it.
 
     Args:
         model: whose autoencoder: a name of :data:`checkpoints.architectures.AUTOENCODERS`.
@@ -119,7 +119,7 @@ def _decode(vae: Any, latents: Tensor) -> None:
 
 
 def _peaks(config: dict[str, Any], size: int) -> dict[str, Any]:
-    """MiB that a decode in half precision holds on the device beside the weights, and in host memory."""
+    """MiB that a decode in half precision holds on the device in addition to the weights, and in host memory."""
     vae = _built(config, "meta", torch.float16)
     latents = torch.empty(_latent_shape(config, size), dtype=torch.float16, device="meta")
     ways = {"plain": Settings(), **_exact(config)}
@@ -226,7 +226,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     kinds = tuple(_exact(autoencoder(report["model"])))
     yield from _by_size(report["times"], ("plain", *kinds), (_time_cells(row, kinds) for row in report["times"]))
     if report["peaks"]:
-        yield from ("", "MiB held by a decode in half precision beside the weights (and in host memory), traced", "")
+        yield from ("", "MiB held by a decode in half precision without the weights (and in host memory), traced", "")
         ways = ("plain", *kinds, _THEIRS)
         yield from _by_size(report["peaks"], ways, ([_two(*row[way]) for way in ways] for row in report["peaks"]))
     yield ""

@@ -23,7 +23,7 @@ _cache = tempfile.TemporaryDirectory(prefix="sd-lowvram-cache-")
 os.environ.setdefault("SD_LOWVRAM_CACHE", str(Path(_cache.name, "traces")))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
-# Before torch starts its threads: spinning ones starve each other beside any other program.
+# Before torch starts its threads: spinning ones starve each other next to any other program.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])

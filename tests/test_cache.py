@@ -1,4 +1,4 @@
-"""The cache: what is not as it was written is not used, nor what others could write; it never ends a command."""
+"""The cache: what is not as it was written is not used, nor what other users could write; it never ends a command."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def traced(unet: Any) -> torch.Tensor:
 
 @posix
 def test_folders_that_a_group_may_write_are_tightened(folder: Path, monkeypatch: Any) -> None:
-    """Code that others could have changed by then is made anew; what they could only read stays."""
+    """Code that other users could have changed by then is made anew; what they could only read stays."""
     traced(tiny.tiniest().unet)
     (file,) = folder.rglob("*.pt")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -153,5 +153,5 @@ def test_every_planted_fault_has_its_place_and_its_tests() -> None:
 def test_rare_tests_exist() -> None:
     for test in json.loads((ROOT / "tests" / "data" / "rare.json").read_text(encoding="utf-8")):
         file, _, name = test.partition("[")[0].partition("::")
-        there = (ROOT / file).parent.is_dir()  # not where a room has been deleted
+        there = (ROOT / file).parent.is_dir()  # not where a package has been deleted
         assert not there or f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), test

@@ -121,7 +121,7 @@ def test_what_may_be_expected_of_devices_is_what_doctor_tells() -> None:
 
 
 HOSTS = {"ComfyUI": "test_comfyui*.py", "AUTOMATIC1111, Forge": "test_webui*.py"}
-"""The tests in real hosts, by the heads of the columns that tell of them."""
+"""The tests in real hosts, by the heads of their columns."""
 UNTRIED = ("should work, untested", "untested", "no")
 
 

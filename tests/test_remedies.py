@@ -1,4 +1,4 @@
-"""What an error tells its reader to do is done here, and helps: for every error of the library."""
+"""What an error says to do is done here, and helps: for every error of the library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ADVICE = re.compile(
     r"\b(give|choose|leave|set \w+ to|set a|use|call (?!of)|load|take none|restore\(\)|turn one|write it|ask for|"
     r"did you mean|merge no|runs here|bits here|nearest|is needed|needs at least)\b", re.IGNORECASE
 )  # fmt: skip
-"""What a sentence has in it that tells its reader to do something."""
+"""What a sentence has in it that says to do something."""
 
 
 @pytest.fixture(scope="module")
@@ -410,7 +410,7 @@ def literal(node: ast.expr) -> str:
 
 
 def messages() -> list[str]:
-    """The messages of all errors of the library that tell their reader to do something."""
+    """The messages of all errors of the library that say to do something."""
     files = [
         file
         for room in ROOMS

@@ -215,7 +215,7 @@ OUT_OF_SIGHT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("compiled_first", [True, False], ids=["compiled first", "hooks first"])
 @pytest.mark.parametrize("knob", OUT_OF_SIGHT)
 def test_what_no_compiler_can_follow_runs_beside_torch_compile(knob: str, compiled_first: bool) -> None:
-    """Uncompiled, and told so."""
+    """Uncompiled, and reported so."""
     unet = tiny.components("sd15")["unet"].eval()
     size = ((2, 4, 8, 8), (2, 77, 32))
     latents, text = (torch.randn(one, generator=torch.Generator().manual_seed(3)) for one in size)

@@ -173,7 +173,7 @@ def test_the_smallest_settings_are_lossless() -> None:
 
 
 def test_what_excludes_what_is_refused_in_one_sentence() -> None:
-    """Each pair that the declarations exclude, in either place, and no pair beside them."""
+    """Each pair that the declarations exclude, in either place, and no other pair."""
     excluded = 0
     for (name, one), (other, two) in itertools.permutations(knobs().items(), 2):
         for mine, its in itertools.product(values_of(one), values_of(two)):

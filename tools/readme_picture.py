@@ -2,7 +2,7 @@
 
     python tools/readme_picture.py --out docs/too-large.png
 
-Both are foretold by plans; nothing runs. Sizes of other programs are the published ones in
+Both are predicted by plans; nothing runs. Sizes of other programs are the published ones in
 benchmarks/largest_rtx2070.md.
 """
 
@@ -95,15 +95,15 @@ def _label_run(axes: Any, right: float) -> None:
     )
     axes.set(xlim=(0, right), ylim=(0, None))
     axes.set_ylabel("GiB on the device")
-    axes.set_title(f"SDXL, {SIDE}x{SIDE}, fp16: memory over a run, foretold", loc="left", fontsize=11)
+    axes.set_title(f"SDXL, {SIDE}x{SIDE}, fp16: memory over a run, predicted", loc="left", fontsize=11)
 
 
 def draw_largest(axes: Any) -> None:
-    """The largest square pictures of SD1.5 on 8 GB: published of others, foretold of ours."""
+    """The largest square pictures of SD1.5 on 8 GB: published of others, predicted of ours."""
     rows = json.loads(LARGEST.read_text(encoding="utf-8"))
     others = sorted(((name, side) for name, (side, _) in PUBLISHED.items()), key=lambda item: item[1])
     ours = next(row["side"] for row in rows["rows"] if row["policy"] == "ours")
-    names = [*(f"{name}, published" for name, _ in others), "sd-lowvram, foretold"]
+    names = [*(f"{name}, published" for name, _ in others), "sd-lowvram, predicted"]
     sides = [*(side for _, side in others), ours]
     bars = axes.barh(names, sides, color=[*[ACTIVATIONS] * len(others), WEIGHTS])
     axes.bar_label(bars, [f"{side}x{side}" for side in sides], padding=4, color=TEXT)

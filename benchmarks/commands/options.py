@@ -17,7 +17,7 @@ from sd_lowvram.commands.exit_codes import exit_on_error
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Write the table as Markdown too, and JSON beside it.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Write the table as Markdown too, and JSON next to it.")]
 _SHARED = {"out": (Out, None), "as_json": (Json, False), "debug": (Debug, False)}
 _IN_PYTHON = object()
 """Mark in a command's context: it is run by :func:`run_command`."""

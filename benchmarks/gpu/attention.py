@@ -46,7 +46,7 @@ def run(device: torch.device, record: ResultRows) -> None:
 
 
 def trial_attention(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Each backend beside torch's choice at its size: self-attention of a guided batch, 8 heads of width 40."""
+    """Each backend compared with torch's choice at its size: self-attention of a guided batch, 8 heads of width 40."""
     with torch.inference_mode():
         for case in cases:
             yield _row(torch.device(device), case["backend"], case["latents"])

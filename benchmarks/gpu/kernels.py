@@ -1,4 +1,4 @@
-"""Our kernels on the card: each of Triton's beside torch's own operators, and passes of a UNet with them."""
+"""Our kernels on the card: each of Triton's next to torch's own operators, and passes of a UNet with them."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Kernels"
     yield ""
-    yield "Kernels in Triton beside torch's own operators. *Error*: relative, to float64; *no worse*: at most half as"
+    yield "Kernels in Triton next to torch's own operators. *Error*: relative, to float64; *no worse*: at most half as"
     yield f"much again as torch's in the same type. *Same bits*: in {_RUNS} runs. *Times as fast*: ratio of medians of"
     yield "runs in turn. *Host*: until the call returned; *device*: between the events around it. *Peak*: above the"
     yield "arguments."

@@ -1,4 +1,4 @@
-"""Predicted beside measured peaks: plans of Stable Diffusion at several sizes and budgets, each run once."""
+"""Predicted next to measured peaks: plans of Stable Diffusion at several sizes and budgets, each run once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(device: torch.device, record: ResultRows) -> None:
 
 
 def trial_peaks(device: str, cases: Sequence[Case], steps: int = 2) -> Iterator[dict[str, Any]]:
-    """Yield for each of ``cases``: plan, run, and tell both peaks in bytes; a CPU's is that of its allocator, host
+    """Yield for each of ``cases``: plan, run, and report both peaks in bytes; a CPU's is that of its allocator, host
     memory
     with it. Ends early where a run leaves something on the device."""
     from sd_lowvram import plan, restore
@@ -71,7 +71,7 @@ def held_on(device: torch.device) -> int:
 
 
 def peak_of(pipe: Any, given: dict[str, Any], vram: int, sizes: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Plan ``pipe`` for ``vram`` bytes, which stays on, call it with ``given``, and tell both peaks and times."""
+    """Plan ``pipe`` for ``vram`` bytes, which stays on, call it with ``given``, and report both peaks and times."""
     from sd_lowvram import optimize
     from sd_lowvram.devices.overhead import Overhead
     from sd_lowvram.planning.memory_profile import measured
@@ -129,7 +129,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     if ran:
         apart = [100 * (row["predicted_bytes"] / (row["measured_bytes"] - row["library_bytes"]) - 1) for row in ran]
         enough = sum(row["reserved_bytes"] - row["library_bytes"] <= row["predicted_reserved_bytes"] for row in ran)
-        yield f"{sum(row['within'] for row in ran)} of {len(ran)} peaks as foretold"
+        yield f"{sum(row['within'] for row in ran)} of {len(ran)} peaks as predicted"
         yield f"off by {min(apart):+.1f} to {max(apart):+.1f} %"
         yield f"the allocator took at most what the plan says in {enough}, of a card that had more"
         yield f"{sum(row.get('overhead_measured', False) for row in ran)} by measured workspaces"

@@ -247,8 +247,8 @@ def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
             WeightGroup(block.name, block.bytes, max(0.0, end - start))
             for block, start, end in zip(layout.blocks, moments, ends, strict=True)
         ]
-        foretold = simulate(units, layout.schedule, copies)
-        yield {"step_seconds": foretold, "copy_rate": copies.bandwidth, "resident_step_seconds": step}
+        predicted = simulate(units, layout.schedule, copies)
+        yield {"step_seconds": predicted, "copy_rate": copies.bandwidth, "resident_step_seconds": step}
 
 
 def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.device) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Today's transformers whole, at full size, in a few GiB of the card: bits, bytes and seconds beside the plan's."""
+"""Today's transformers whole, at full size, in a few GiB of the card: bits, bytes and seconds next to the plan's."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         bits = "the bits of the resident run" if row["same_bits"] else f"latents {_off(row)}"
         yield (
             f"{row['model']} at {row['side']} in {row['vram'] / GIB:g} GiB: {bits}, peak off by {difference(row)}, a "
-            f"step of {row['step_seconds']:.2f} s, foretold {row['predicted_step_seconds']:.2f}, resident "
+            f"step of {row['step_seconds']:.2f} s, predicted {row['predicted_step_seconds']:.2f}, resident "
             f"{row['resident_step_seconds']:.2f}"
         )
 
@@ -78,7 +78,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Today's models whole"
     yield ""
-    yield f"In bf16, {_STEPS} steps by the plan for the budget beside a run with all weights on the card; random"
+    yield f"In bf16, {_STEPS} steps by the plan for the budget next to a run with all weights on the card; random"
     yield "weights, embeddings in a text encoder's place. *Measured*: as under Peaks, decode and all. *Off*: latents,"
     yield "relative to those of the resident run."
     yield ""
@@ -101,7 +101,7 @@ _COLUMNS: Columns = (
     ("same bits", lambda row: "" if row["same_bits"] is None else yes("same_bits")(row)),
     ("off", _off),
     ("step ms", ms("step_seconds")),
-    ("foretold ms", ms("predicted_step_seconds")),
+    ("predicted ms", ms("predicted_step_seconds")),
     ("resident ms", ms("resident_step_seconds")),
     ("plan s", lambda row: f"{row['plan_seconds']:.1f}"),
 )

@@ -85,11 +85,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     ran = [row for row in rows if row["format"] == "channels last" and "counted_bytes" in row]
     if ran:
         enough = sum(row["workspace_bytes"] <= row["counted_bytes"] for row in ran)
-        yield f"channels last at most {max(row['workspace_bytes'] for row in ran) / MIB:.1f} MiB beside the maps"
+        yield f"channels last at most {max(row['workspace_bytes'] for row in ran) / MIB:.1f} MiB more than the maps"
         yield f"plans count enough for {enough} of {len(ran)}"
     frames = [row["workspace_bytes"] for row in rows if row["format"] == _THREE and "workspace_bytes" in row]
     if frames:
-        yield f"convolutions of frames at most {max(frames) / MIB:.1f} MiB beside theirs"
+        yield f"convolutions of frames at most {max(frames) / MIB:.1f} MiB more than theirs"
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:
@@ -97,7 +97,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "## Workspaces of convolutions"
     yield ""
     yield "Convolutions in fp16, of 3x3, or of 3x3x3 where they take three frames, as autoencoders of frames have them."
-    yield "*Workspace*: the most that was allocated beside input, weights and output,"
+    yield "*Workspace*: the most that was allocated in addition to input, weights and output,"
     yield "copies in another memory format among it. *Counted*: what a plan adds for it, whose maps are channels last."
     yield "*Reserved*: all that the allocator had of the card. *Host*: until the call returned; *device*: between the"
     yield f"events around it; medians of {_RUNS} calls."

@@ -15,7 +15,7 @@ def analysis_png(taken: Sequence[Taken], title: str, how: str) -> bytes:
     """Bars for every unit in the order of the run, as the bytes of a PNG file.
 
     Args:
-        how: origin of the times, "measured" or "foretold".
+        how: origin of the times, "measured" or "predicted".
 
     Raises:
         BadInputError: matplotlib is not installed.

@@ -54,7 +54,7 @@ def png(text: str) -> bytes:
 
 @pytest.fixture
 def quick(monkeypatch):
-    """No model: a painter whose pictures tell their prompt and seed, and which fails where the prompt says so."""
+    """No model: a painter whose pictures contain their prompt and seed, and which fails where the prompt says so."""
     seen: list[str] = []
 
     class Quick:

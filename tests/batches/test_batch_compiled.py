@@ -36,7 +36,7 @@ def costly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that takes as long as one picture for compiling, and then a third of the time for the next ones; what
     is planned to be compiled runs as it is."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / "cache"))  # others hold plans of other rates
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / "cache"))  # other caches hold plans of other rates
     Path("jobs.csv").write_text("prompt\na tree\n")
     (shape,) = batch("--dry-run")["shapes"]
     kinds = sum(map(len, compiled.kinds_of(meta_anatomy(None, torch.float32)).values()))

@@ -84,7 +84,7 @@ def test_streaming(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [row["share"] for row in ours[:4]] == list(streaming.SHARES)
     assert all(row["step_seconds"] >= row["host_seconds"] > 0 for row in ours)
     assert next(row for row in rows if row["way"] == "resident")["step_seconds"] > 0
-    # some ways of diffusers need an accelerator, and say so: a row tells it
+    # some ways of diffusers need an accelerator, and say so: a row shows it
     assert {row["way"] for row in rows if "error" in row} <= set(streaming.BASELINES) - {"resident"}
     simulated = {row["share"]: row["step_seconds"] for row in rows if row["way"] == "simulated"}
     assert set(simulated) == {50, 25, 10} and all(seconds > 0 for seconds in simulated.values())
@@ -380,7 +380,7 @@ def test_bracketing_stops_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> No
     ("predicted", "measured", "good"),
     [(1000, 1000, True), (1050, 1000, True), (1051, 1000, False), (990, 1000, True), (989, 1000, False)],
 )
-def test_what_counts_as_foretold(predicted: int, measured: int, good: bool) -> None:
+def test_what_counts_as_predicted(predicted: int, measured: int, good: bool) -> None:
     assert peaks.within(predicted * 10 * MIB, measured * 10 * MIB) is good
     assert peaks.within(124 * MIB, 100 * MIB) and not peaks.within(125 * MIB, 100 * MIB)
     assert peaks.within(92 * MIB, 100 * MIB) and not peaks.within(91 * MIB, 100 * MIB)

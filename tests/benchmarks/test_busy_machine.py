@@ -1,4 +1,4 @@
-"""What a busy machine gives is not told as a figure: processor time against wall time, and spread, decide."""
+"""Figures of a busy machine are left out: processor time against wall time, and spread, decide."""
 
 from __future__ import annotations
 

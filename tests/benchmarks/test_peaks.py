@@ -11,7 +11,7 @@ from sd_lowvram.units import MIB
 pytestmark = pytest.mark.gpu
 
 
-def test_the_peak_is_the_one_foretold() -> None:
+def test_the_peak_is_the_one_predicted() -> None:
     cases = [{"model": "sd15", "side": 512, "share": share} for share in (0.0, 0.5, 1.0)]
     for case, row in zip(cases, measure_each(trial_peaks, cases, seconds=lambda: 600.0, device="cuda"), strict=True):
         assert "error" not in row, row["error"]

@@ -1,4 +1,4 @@
-"""The time model beside published times: the committed comparison is what users are told, and holds its bounds."""
+"""The time model next to published times: the committed comparison is what users read, and holds its bounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = {row["policy"]: row for row in COMMITTED["rows"]}
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_foretold_times_follow_the_published_ones(row: dict[str, Any]) -> None:
+def test_predicted_times_follow_the_published_ones(row: dict[str, Any]) -> None:
     times = {(one["height"], one["width"]): one["published"] for one in row["times"]}
     assert times == published_times(row["policy"]) and len(times) == row["agreement"]["sizes"] == 169
     assert row["agreement"]["median_error"] <= 0.15 and row["agreement"]["r_squared"] >= 0.95
@@ -30,7 +30,7 @@ def test_the_median_over_all_sizes() -> None:
 
 
 @pytest.mark.parametrize("row", COMMITTED["left_out"], ids=lambda row: row["policy"])
-def test_a_program_is_foretold_from_the_others(row: dict[str, Any]) -> None:
+def test_a_program_is_predicted_from_the_others(row: dict[str, Any]) -> None:
     assert row["agreement"]["median_error"] <= 0.25
 
 
@@ -44,20 +44,20 @@ def test_users_are_told_what_the_comparison_certifies(policy: str, tmp_path: Pat
     )
     told = next(one for one in ROWS[policy]["times"] if (one["height"], one["width"]) == (384, 640))
     answer = json.loads(process.stdout)
-    assert answer["predicted"]["seconds"] == pytest.approx(told["foretold"], abs=0.001)
+    assert answer["predicted"]["seconds"] == pytest.approx(told["predicted"], abs=0.001)
     assert "fitted" in answer["rates"] and "not measured" in answer["rates"]
 
 
 @pytest.mark.parametrize("row", COMMITTED["speeds"], ids=lambda row: f"{row['card']}, {row['attention']}")
-def test_a_card_is_foretold_from_the_others(row: dict[str, Any]) -> None:
-    assert row["foretold"] == pytest.approx(row["published"], rel=0.25)
+def test_a_card_is_predicted_from_the_others(row: dict[str, Any]) -> None:
+    assert row["predicted"] == pytest.approx(row["published"], rel=0.25)
     assert row["by_the_others"] == pytest.approx(row["published"], rel=0.25)
 
 
 def test_the_order_of_cards() -> None:
     """Of the 42 pairs one lies the other way round: the TITAN RTX, of slower memory, was faster with all scores."""
     assert len(COMMITTED["speeds"]) == 14
-    for told in ("foretold", "by_the_others"):
+    for told in ("predicted", "by_the_others"):
         assert out_of_order(COMMITTED["speeds"], told) == ["a6000 and titan-rtx (full)"]
 
 

@@ -1,4 +1,4 @@
-"""Streamed weights of whole UNets on many profiles: the search beside simpler policies."""
+"""Streamed weights of whole UNets on many profiles: the search next to simpler policies."""
 
 from __future__ import annotations
 

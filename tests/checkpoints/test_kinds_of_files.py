@@ -65,7 +65,7 @@ def loads_equal(path: Path, models: dict[str, nn.Module]) -> None:
 
 
 def scaled(state: Weights, begins: tuple[str, ...], kind: str) -> Weights:
-    """Weights of linear layers in 8 bits with scales beside them, as ComfyUI's users have them."""
+    """Weights of linear layers in 8 bits with scales next to them, as ComfyUI's users have them."""
     made: Weights = {}
     for name, weight in state.items():
         if not (name.startswith(begins) and name.endswith(".weight") and weight.ndim == 2 and "embedding" not in name):

@@ -1,4 +1,4 @@
-"""Split files: their headers tell what they are, models that differ from served ones by some weights are refused, and
+"""Split files: their headers say what they are, models that differ from served ones by some weights are refused, and
 nothing is linked."""
 
 from __future__ import annotations

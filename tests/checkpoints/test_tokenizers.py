@@ -57,7 +57,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """By family a diffusers folder, and split files beside it."""
+    """By family a diffusers folder, and split files next to it."""
     known: dict[str, Path] = {}
 
     def make(family: str) -> Path:

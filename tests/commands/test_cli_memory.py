@@ -31,7 +31,7 @@ main()
 
 
 def drawn(file: Path, times: int) -> tuple[subprocess.CompletedProcess[str], np.ndarray]:
-    """A picture whose UNet runs out of memory so many times, and what the program told."""
+    """A picture whose UNet runs out of memory so many times, and what the program printed."""
     arguments = ["generate", "a red apple", "--steps", "2", "--seed", "1", "--vram", "2GB", "--output", str(file)]
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(times), *arguments],

@@ -77,7 +77,7 @@ def test_an_impossible_budget_names_the_smallest_that_works(folder: Path) -> Non
 
 @pytest.mark.slow(12)
 def test_components_that_wait_in_their_file_need_little_memory() -> None:
-    """Of SD1.5's 2.0 GiB of weights those of convolutions come into memory, channels last; of the others what there is
+    """Of SD1.5's 2.0 GiB of weights those of convolutions come into memory, channels last; of the rest what there is
     no room for stays in the file, and is read when it is copied."""
     asked = "--model", "sd15", "--vram", "4GB", "--gpu", "rtx2070", "--offload", "component", "--json"
     mapped, pinned = (run(*asked, "--ram", ram) for ram in ("1.5GB", "3GB"))
@@ -219,7 +219,7 @@ def test_a_plan_is_made_anew_when_its_model_or_its_machine_is_another(
 
 
 def test_plans_for_a_gpu_ask_what_is_free_there(folder: Path, free: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """torch alone tells; where it has no GPU after all, what the host has free counts."""
+    """torch alone reports it; where it has no GPU after all, what the host has free counts."""
     monkeypatch.setattr(early, "_GPUS", (str(tmp_path),))
     free(9 * GIB)
     first = planned(folder)

@@ -1,4 +1,4 @@
-"""Memory that another program takes after the plan was made: the run ends with the right picture and tells how."""
+"""Memory that another program takes after the plan was made: the run ends with the right picture and reports how."""
 
 from __future__ import annotations
 

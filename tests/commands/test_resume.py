@@ -114,7 +114,7 @@ def test_ended_in_the_decode(forked, tmp_path, how):
 
 @pytest.mark.slow(5)
 def test_a_step_of_no_numbers_is_gone_on_from_in_a_wider_type(forked, tmp_path):
-    """By the command that the error tells; with a scheduler that remembers a step's latents."""
+    """By the command in the error; with a scheduler that remembers a step's latents."""
     options = ("--steps", 5, "--scheduler", "dpm++-2m", "--precision", "bf16")
     unbroken(forked, tmp_path, *options)
     done = forked(ENDED, "NaN", 4, *GENERATE, *options, "-o", "out.png", folder=tmp_path)

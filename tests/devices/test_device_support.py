@@ -1,4 +1,4 @@
-"""Devices that nobody has tried: what is told of them, what is asked of them, and what is refused there."""
+"""Devices that nobody has tried: what is reported of them, what is asked of them, and what is refused there."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_calibration_measures_something_of_everything() -> None:
 
 
 def test_rates_tell_what_other_programs_took_meanwhile() -> None:
-    """One that computes beside the measurement; on a machine without any it is no more than measured here."""
+    """One that computes during the measurement; on a machine without any it is no more than measured here."""
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         shared = calibration._share_of_others()

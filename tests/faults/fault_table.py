@@ -149,7 +149,7 @@ def _undisturbed(run: Callable[..., Any], folder: Path, model: Path) -> bytes:
 
 
 def _pixels(picture: Path) -> bytes:
-    """The picture without its parameters, which tell what the run has given up."""
+    """The picture without its parameters, which say what the run has given up."""
     with Image.open(picture) as image:
         return image.tobytes()
 

@@ -19,7 +19,7 @@ OUTCOMES = {
     "out of memory": (fault_table.SAME, fault_table.SAME),
     "NaN": (fault_table.RESUMED, fault_table.SAME),
 }
-"""In the UNet and in the decoder; of the others each run ends and is resumed."""
+"""In the UNet and in the decoder; with other components each run ends and is resumed."""
 
 
 WHERE = ("unet.mid_block", "vae.decoder.up_blocks.1")

@@ -105,7 +105,7 @@ JSON = st.recursive(
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
-    """Bytes of ``whole``, cut, with others in between, or with some changed."""
+    """Bytes of ``whole``, cut, with other bytes in between, or with some changed."""
     data = bytearray(draw(whole))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, max(0, len(data) - 1)))

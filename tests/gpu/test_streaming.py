@@ -97,7 +97,7 @@ def test_masters_arrive_whole(ram: int, where: str) -> None:
     assert all(tensor.device.type == "cpu" for tensor in tensors)
     pinned = all(tensor.is_pinned() for tensor in tensors)
     assert pinned or ram < 1 << 30
-    assert host_weights.ring_bytes == 0  # all is pinned, or there is no room for a ring either
+    assert host_weights.ring_bytes == 0  # all is pinned, or there is no memory for a ring either
     stream = torch.cuda.Stream()
     for _ in range(3):
         targets = [torch.zeros_like(tensor, device=GPU) for tensor in tensors]

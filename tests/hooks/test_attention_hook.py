@@ -251,7 +251,7 @@ def test_a_trace_sees_what_the_allocator_sees(backend):
     with torch.inference_mode(), hooked(Settings(attention=backend, attention_mib=1), layer):
         with kernels_of("cpu"):
             traced = trace(layer, hidden).allocated_peak_bytes
-        assert ran(layer) == {}  # foretold, not run
+        assert ran(layer) == {}  # predicted, not run
         measured = measured_peak(lambda: layer(hidden))
     assert abs(traced - measured) <= 0.02 * measured
     assert measured < 1500 * 1500 * 4  # one head's scores

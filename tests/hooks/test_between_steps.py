@@ -80,7 +80,7 @@ def test_calls_of_a_step_keep_features_of_their_own(unets):
         second = [call(unet, 900 - 1, seed=seed) for seed in (1, 2)]
         assert len(deep) == 2
         call(unet, 898, size=(16, 16))
-        call(unet, 897, size=(24, 32))  # of which nothing was kept by now
+        call(unet, 897, size=(24, 32))  # of which nothing was stored by now
         assert len(deep) == 4
     for one, other in zip(first, second, strict=True):
         assert tiny.relative_error(other, one) < 0.05

@@ -37,7 +37,7 @@ def test_a_plan_knows_what_recording_gains_and_takes() -> None:
     assert recorded.settings.offload in (None, "none") and recorded.fidelity == plain.fidelity
     (before,), (now,) = ([one for one in plan.stages if one.name == "denoise"] for plan in (plain, recorded))
     assert 50 / before.seconds == pytest.approx(54.5, rel=0.05)
-    assert 50 / now.seconds == pytest.approx(104.6, rel=0.15)  # 118 are foretold
+    assert 50 / now.seconds == pytest.approx(104.6, rel=0.15)  # 118 are predicted
     assert before.reserved_bytes < now.reserved_bytes < 1.05 * before.reserved_bytes
 
 

@@ -1,4 +1,4 @@
-"""Traces that are kept for other processes: the same bits, what is traced anew and said, and what is never kept."""
+"""Traces that are stored for other processes: the same bits, what is traced again, and what is never stored."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ TRACED = Settings(traced=True)
 
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Every pass that torch writes down, where none was kept."""
+    """Every pass that torch writes down, where none was stored."""
     monkeypatch.setenv("SD_LOWVRAM_CACHE", "")
     found: list[Any] = []
     trace = torch.jit.trace

@@ -155,7 +155,7 @@ def test_older_processors_take_chunks(unet: Any, processor: str) -> None:
 
 
 def test_ip_adapter(unet: Any) -> None:
-    """Its image tokens come beside the text's; the cross-attention is left whole, and halves take theirs along."""
+    """Its image tokens come next to the text's; the cross-attention is left whole, and halves take theirs along."""
     from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
 
     torch.manual_seed(0)

@@ -46,7 +46,7 @@ def test_bounds(size: int, batch: int, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("hook", ["feed_forward", "guidance_in_turn", "park_skips"])
 def test_alone_it_saves(hook: str) -> None:
-    """The others act on what is no longer the largest once these have acted."""
+    """The other knobs act on what is no longer the largest once these have acted."""
     assert (
         traced(Settings(**ALONE[hook]), 512, 2).activation_peak_bytes < traced(Settings(), 512, 2).activation_peak_bytes
     )

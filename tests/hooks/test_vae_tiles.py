@@ -66,7 +66,7 @@ def full_size_plain() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.slow(8)
 def test_exact_on_a_full_size_autoencoder() -> None:
-    """Of one map; the others on real pictures, below."""
+    """Of one map; the other cases on real pictures, below."""
     latents, plain, pixels, moments = full_size_plain()
     with attached(full_size(), Settings(vae_tiles="exact", vae_map="parked", vae_strip_mib=1)), torch.no_grad():
         vae: Any = full_size()
@@ -76,7 +76,7 @@ def test_exact_on_a_full_size_autoencoder() -> None:
 
 @functools.lru_cache
 def collage() -> tuple[Any, Tensor, Tensor, Tensor]:
-    """The demo autoencoder, a band of a real collage (higher than others' tiles), its moments and their decode."""
+    """The demo autoencoder, a band of a real collage (higher than tiles of others), its moments and their decode."""
     import numpy
     from diffusers import AutoencoderKL
     from PIL import Image
@@ -101,7 +101,7 @@ def test_exact_on_real_pictures(kind: str) -> None:
 
 @pytest.mark.slow(7)
 def test_what_others_differ_by(capsys: Any) -> None:
-    """The table of the README. Exact tiles must be nearer than both others."""
+    """The table of the README. Exact tiles must be nearer than both other ways."""
     vae, _, moments, plain = collage()
     latents = moments[:, :4]
     exact = decode(vae, latents, settings=Settings(vae_tiles="exact"))

@@ -23,7 +23,7 @@ def main(host: str) -> None:
 
 
 def autoencoders(nodes: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """How far exact tiles are from the stock calls, relative, by what the VAE is of, and what was measured and told."""
+    """How far exact tiles are from the stock calls, relative, by what the VAE is of; what was measured and reported."""
     sizes = {"sd15": (4, 24, 20), "flux": (16, 24, 20), "wan": (16, 1, 24, 20), "frames": (16, 3, 12, 10)}
     if inside.knows_flux2():
         sizes["flux2"] = (128, 12, 10)
@@ -81,7 +81,7 @@ def pictures(nodes: dict[str, Any]) -> dict[str, float]:
 
 def compiled(nodes: dict[str, Any]) -> dict[str, Any]:
     """How far samplings are from the stock ones where torch.compile is set on the model before our node, or after it,
-    by the knobs; and whether the record tells that the model runs uncompiled."""
+    by the knobs; and whether the record says that the model runs uncompiled."""
     plain, found = inside.sample(inside.model("sd15"), steps=2), {}
     alone = ("park_skips", "residual_strips", "guidance_in_turn", "transformer_chunks", "feed_forward_chunks")
     for name, knobs in {**{name: {name: ON[name]} for name in alone}, "together": ON, "none": {}}.items():

@@ -71,7 +71,7 @@ _COLUMNS = (
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The table of a report."""
-    yield "# Our exact decode beside ComfyUI's own tiled decode"
+    yield "# Our exact decode next to ComfyUI's own tiled decode"
     yield ""
     yield (
         f"ComfyUI {report['host']} with torch {report['their_torch']}, in fp32 on a CPU with one thread: 640x640, "

@@ -228,7 +228,7 @@ def model(kind: str, storage: str = "fp32", seed: int = 0) -> Any:
     made = getattr(comfy.supported_models, name)(config)
     made.set_inference_dtype(*STORAGE[storage])
     keys = {"v_pred": torch.zeros(0)} if kind == "sd2v" else {}
-    if kind in ("sd2", "sd2v"):  # the host looks at these statistics to tell which prediction it makes
+    if kind in ("sd2", "sd2v"):  # the host looks at these statistics to find which prediction it makes
         spread = 1.0 if kind == "sd2v" else 0.01
         keys["output_blocks.11.1.transformer_blocks.0.norm1.bias"] = spread * torch.randn(64)
     base = made.get_model(keys, "", device=torch.device("cpu"))

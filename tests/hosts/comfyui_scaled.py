@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits as ComfyUI loads them, beside our widening of the same weights: JSON, a line for each.
+"""Linear layers in 8 bits as ComfyUI loads them, next to our widening of the same weights: JSON, a line for each.
 
 COMFYUI_PYTHON tests/hosts/comfyui_scaled.py COMFYUI_DIR
 """

@@ -84,7 +84,7 @@ def prompts(nodes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def times(nodes: dict[str, Any]) -> dict[str, Any]:
-    """Calls of the model that were foretold each time that a verdict was shown, and those that there were, by what
+    """Calls of the model that were predicted each time that a verdict was shown, and those that there were, by what
     sampled: the host's samplers, without guidance, and windows of frames."""
     from comfy.samplers import SAMPLER_NAMES
     from comfy_extras.nodes_context_windows import WanContextWindowsManualNode as Windows
@@ -111,7 +111,7 @@ def times(nodes: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _foretold(record: Any) -> Iterator[list[float]]:
-    """Within the block, what a step's calls are foretold to be whenever a verdict is shown."""
+    """Within the block, what a step's calls are predicted to be whenever a verdict is shown."""
     host = importlib.import_module(".nodes.host", inside.pack_name())
     told: list[float] = []
     with host.replaced(host, "tell", lambda node, text: told.append(record.calls)):

@@ -1,4 +1,4 @@
-"""A script for Forge's tests: a narrow SD1.5, which it tells by its widths and makes with those it knows, is taken."""
+"""A script for Forge's tests: a narrow SD1.5, which it knows by its widths and makes with known ones, is taken."""
 
 from __future__ import annotations
 

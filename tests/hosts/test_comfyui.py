@@ -254,7 +254,7 @@ def stock(server) -> Path:
 
 @pytest.fixture(scope="module")
 def decoded(server, stock) -> dict[str, Path]:
-    """One sampling through our model node, decoded by the stock nodes and in every way of ours; the report beside."""
+    """One sampling through our model node, decoded by the stock nodes and in every way of ours; the report with it."""
     made = optimized(prompt(), **CHUNKED, vae_tiles="exact", vae_map="parked")
     strips = chosen(made, "101", vae_tiles="exact")
     saved(made, "20", "LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="", **strips)

@@ -136,7 +136,7 @@ def test_several_prompts_hold_what_was_foretold(today, way, room) -> None:
 
 
 def test_the_time_is_that_of_all_calls_of_a_step(today) -> None:
-    """Known samplers beforehand, all others from the first steps on."""
+    """Known samplers beforehand, unknown ones from the first steps on."""
     found = {name: one for name, one in today["times"].items() if name not in ("windows", "held", "dpm_adaptive")}
     unequal = {name: one for name, one in found.items() if round(6 * one["told"][-1]) != one["calls"]}
     assert unequal == {} and len(found) > 30
@@ -272,7 +272,7 @@ def test_torch_compile_on_either_side(facts, knobs, uncompiled, order) -> None:
 @serves("Qwen-Image; Wan")
 @pytest.mark.parametrize("kind", ["sd15", "flux", "flux2", "wan", "frames"])
 def test_exact_tiles_hold_on_the_hosts_autoencoders(facts, kind) -> None:
-    """By our nodes and by the host's own for tiles; with a peak as it was told."""
+    """By our nodes and by the host's own for tiles; with a peak as it was predicted."""
     if kind not in facts["autoencoders"]:
         pytest.skip("this ComfyUI knows no FLUX.2")
     found = facts["autoencoders"][kind]

@@ -74,7 +74,7 @@ if KIND == "a1111":  # Forge has no hypertile
 
 @pytest.fixture(scope="module")
 def server(data: Path, bare: dict[str, Any]) -> Iterator[Server]:
-    """All plans are made anew, and after others have left things of theirs on the model."""
+    """All plans are made anew, and after other extensions have left things of theirs on the model."""
     webui_data.add_extension(data)
     with running(data) as s:
         s.ask("/sdapi/v1/options", LEFT_OVERS)

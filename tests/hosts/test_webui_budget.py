@@ -1,4 +1,4 @@
-"""Budgets in a real WebUI, beside an independent counter: the allocator's events of every step and every decode.
+"""Budgets in a real WebUI, compared with an independent counter: the allocator's events of every step and every decode.
 
 WEBUI_DIR=... [WEBUI_PYTHON=...] make test-hosts
 """
@@ -46,7 +46,7 @@ def sdxl(data: Path) -> Iterator[Server]:
 
 
 WHOLE = {"offload": "none", "packed_weights": "off"}
-"""Weights are given up for no budget, and take no room besides, so that it must be found in the steps."""
+"""Weights are given up for no budget, and need no memory besides, so that it must be found in the steps."""
 VAE_AND_ATTENTION = {"attention", "vae_exact", "vae_slices"}
 SWITCHED = {"refiner_checkpoint": "refiner", "refiner_switch_at": 0.5, "steps": 2}
 REFINER = {"override_settings": {"sd_model_checkpoint": "refiner.safetensors"}, "steps": 1}

@@ -1,4 +1,4 @@
-"""What other extensions do beside our panel in a real WebUI, and what the line says of it while a picture is drawn.
+"""What other extensions do next to our panel in a real WebUI, and what the line says of it while a picture is drawn.
 
 WEBUI_DIR=... [WEBUI_PYTHON=...] make test-hosts
 """

@@ -51,7 +51,7 @@ def add_extension(place: Path) -> None:
 
 
 def add_checkpoint(place: Path, name: str, seed: int = 0, kind: str = "sd15", width: int = WIDTH) -> Path:
-    """A checkpoint of SD1.5 or another ``kind`` of webui_models, narrow where the host can be told so; in AUTOMATIC1111
+    """A checkpoint of SD1.5 or another ``kind`` of webui_models, narrow where the host can be set so; in AUTOMATIC1111
     with a LoRA of the same name for SD1.5. Forge has "inpaint" besides."""
     file = place / MODELS / f"{name}.safetensors"
     if KIND == "a1111":

@@ -1,4 +1,4 @@
-"""A script for WebUI tests: does within a generation what other extensions do, and tells what of ours is on the model.
+"""A script for WebUI tests: does in a generation what other extensions do, and reports what of ours is on the model.
 
 Its arguments are a switch that is called as Tiled VAE's, and one object:
 

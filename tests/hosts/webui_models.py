@@ -1,4 +1,4 @@
-"""Writes a checkpoint with random weights for a WebUI, its configuration beside it, and a LoRA for SD1.5.
+"""Writes a checkpoint with random weights for a WebUI, its configuration next to it, and a LoRA for SD1.5.
 
 Run by the WebUI's Python: webui_models.py WEBUI_DIR FILE SEED [KIND] [WIDTH]. The model has all blocks of its KIND:
 SD1.5 (sd15), its inpainting (9 channels) and InstructPix2Pix (8), SD2.x that predicts noise (sd2) or v (sd2v), SDXL's
@@ -35,7 +35,7 @@ def main(webui: str, file: str, seed: str, kind: str = "sd15", width: str = str(
 
 
 def ldm(webui: str, file: str, noise: torch.Generator, kind: str, width: int) -> None:
-    """A model of SD1.x or SD2.x; beside SD1.5 a LoRA for it."""
+    """A model of SD1.x or SD2.x; for SD1.5 a LoRA too."""
     sys.path.insert(0, f"{webui}/{_LDM}")
     from ldm.util import instantiate_from_config
     from omegaconf import OmegaConf

@@ -1,4 +1,4 @@
-"""What it takes a real AUTOMATIC1111 to tell in its panel whether a size that is new to it fits.
+"""What it takes a real AUTOMATIC1111 to show in its panel whether a size that is new to it fits.
 
     WEBUI_DIR=... [WEBUI_PYTHON=...] [WEBUI_CHECKPOINT=an SD1.5] \\
     PYTHONPATH=.:tests/support python tests/hosts/webui_plans.py [benchmarks/webui_plans.md] [--loaded]
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _asked(server: Server, width: int, height: int) -> dict[str, Any]:
-    """What the panel tells of a size, and the processor seconds until it does."""
+    """What the panel shows for a size, and the processor seconds until it does."""
     config = server.ask("/config")
     named = {one["id"]: one["props"].get("elem_id") for one in config["components"]}
     shown = ["txt2img_sd_lowvram_prediction", "txt2img_sd_lowvram_verdict"]

@@ -39,7 +39,7 @@ KINDS = {
 
 
 def kind_of(webui: str | None) -> str:
-    """ "a1111", "forge", "neo" (Forge Neo) or "reforge", told from the folder; "" where it is none of them."""
+    """ "a1111", "forge", "neo" (Forge Neo) or "reforge", recognised by the folder; "" where it is none of them."""
     return next((kind for part, kind in KINDS.items() if webui and (Path(webui) / part).exists()), "")
 
 
@@ -101,7 +101,7 @@ class Server:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def watched(self) -> list[dict[str, Any]]:
-        """What webui_watch told of every step and decode so far."""
+        """What webui_watch reported of every step and decode so far."""
         return [json.loads(line[8:]) for line in self.told().splitlines() if line.startswith("[watch] ")]
 
     def plans(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A script for WebUI tests: tells of each step and each decode what it took, beside what was planned for it.
+"""A script for WebUI tests: reports for each step and each decode what it took, and what was planned for it.
 
 The allocator's peak and what the model holds, in bytes; with WATCH=time in the environment seconds, the clock's and the
 processor's, in place of the peak.
@@ -72,7 +72,7 @@ def _held() -> int:
 
 
 def _planned(stage: str) -> dict[str, int]:
-    """What the plan in force counts for a stage beside the weights: on the device, and what this machine's allocator
+    """What the plan in force counts for a stage without the weights: on the device, and what this machine's allocator
     sees, to which maps that wait in host memory are the same; and its steps."""
     current = sys.modules["webui_ext.run"].current()
     found = [one for one in current.plan.stages if one.name == stage] if current else []

@@ -242,7 +242,7 @@ def test_flash_on_the_cpu_holds_what_is_foretold(dtype):
         held = measured_peak(lambda q=q, k=k, v=v: attend("flash", q, k, v)) - output
         foretold = held_bytes("flash", problem)
         assert held <= foretold
-        if dtype == torch.float32:  # products of 16 bits are reordered on some CPUs; on others less is held
+        if dtype == torch.float32:  # products of 16 bits are reordered on some CPUs; on other CPUs less is held
             assert foretold <= 1.05 * held + 4 * KIB
 
 
@@ -460,7 +460,7 @@ def test_workspaces_on_a_gpu(dtype):
         q, k, v = (one.cuda() for one in tensors(*shape, dtype))
         output = q.numel() * dtype.itemsize
         for backend, why in available_backends(q.device).items():
-            if backend == "cudnn":  # what it holds is measured, and was not foretold
+            if backend == "cudnn":  # what it holds is measured, and was not predicted
                 continue
             if why is None and (backend != "flash" or why_not("flash", problem_of(q, k, v)) is None):
                 attend(backend, q, k, v)

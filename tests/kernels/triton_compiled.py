@@ -19,7 +19,7 @@ TILE = {"CHANNELS": 4, "PIXELS": 256}
 
 
 def compiled(kernel: Any, kind: str, target: GPUTarget, pointers: dict[str, str], warps: int, **constants: Any) -> None:
-    """Compile ``kernel`` with its arguments ``pointers`` in these types, all others whole numbers or `FLOATS`."""
+    """Compile ``kernel`` with its arguments ``pointers`` in these types, all other ones whole numbers or `FLOATS`."""
     numbers = (name for name in kernel.arg_names if name not in pointers and name not in constants)
     signature = {name: "fp32" if name in FLOATS else "i32" for name in numbers} | pointers
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}

@@ -78,7 +78,7 @@ MAPS = [((2, 12, 9, 13), 4), ((2, 8, 1, 1), 4), ((3, 6, 5, 1), 2), ((1, 4, 40, 3
 
 
 def maps(dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
-    """Maps whose mean is far from zero: in both formats, as rows and as columns of others, and in no usual order."""
+    """Maps whose mean is far from zero: in both formats, as rows and as columns of a map, and in no usual order."""
     for shape, groups in MAPS:
         for layout in FORMATS:
             yield (noise(*shape) + 3).to(dtype).to(memory_format=layout), groups

@@ -1,4 +1,4 @@
-"""Parking: bit for bit, never aliasing, strides kept."""
+"""Parking: bit for bit, never aliasing, strides preserved."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_host_memory_has_the_shape_and_type_asked_for():
 
 
 def test_the_host_waits_for_copies_under_way():
-    """A copy from a GPU into pinned memory goes on after the call; here a stand-in for its event tells who waited."""
+    """A copy from a GPU into pinned memory goes on after the call; here a stand-in for its event records who waited."""
     waited = []
 
     class Event:
@@ -111,7 +111,7 @@ def test_the_host_waits_for_copies_under_way():
 
 
 def test_the_recorder_of_the_allocator_writes_nothing_to_the_console() -> None:
-    """In a thread that did not import torch it wrote an error and two lines a recording; what others write stays."""
+    """In a thread that did not import torch it wrote an error and two lines a recording; other output stays."""
     code = """
 import os, threading, torch
 from sd_lowvram.memory import measured, measured_peak

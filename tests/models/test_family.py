@@ -1,4 +1,4 @@
-"""A stranger's family of models: any denoiser is planned that is told what to be called with."""
+"""A stranger's family of models: any denoiser is planned whose family says what to call it with."""
 
 from __future__ import annotations
 

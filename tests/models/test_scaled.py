@@ -26,7 +26,7 @@ KINDS = ("scaled_fp8", "float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "int8 
 
 
 def stored(name: str, weight: Tensor, kind: str) -> dict[str, Tensor]:
-    """One layer's weight as a file of that kind has it, with all that stands beside it."""
+    """One layer's weight as a file of that kind has it, with all that is stored next to it."""
     if kind == "fp8 without scales":
         return {f"{name}.weight": weight.to(torch.float8_e4m3fn)}
     if kind.startswith("int8"):

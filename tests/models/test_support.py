@@ -130,7 +130,7 @@ def _hunyuan() -> Any:
 
 
 def _pipe(name: str, **parts: Callable[[], Any]) -> Any:
-    """A pipeline of these parts, the others None, with weights that are nowhere."""
+    """A pipeline of these parts, all other parts None, with weights that are nowhere."""
     kind = getattr(diffusers, name)
     needed = list(inspect.signature(kind.__init__).parameters.values())[1:]
     nothing = {one.name: None for one in needed if one.default is inspect.Parameter.empty}

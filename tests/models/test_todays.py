@@ -108,7 +108,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def least_of(pipe: Any) -> int:
-    """Bytes with which it runs; a plan tells about how many."""
+    """Bytes with which it runs; a plan predicts about how many."""
     about = sd_lowvram.plan(pipe, vram="1GB", **ASKED).minimum_vram_bytes
     try:
         sd_lowvram.plan(pipe, vram=f"{about} B", **ASKED)

@@ -1,4 +1,4 @@
-"""A pipeline or a module of any other kind, its weights kept as settings fix it; what is not planned of it is told."""
+"""A pipeline or a module of any other kind, its weights placed as settings say; what is not planned is reported."""
 
 from __future__ import annotations
 

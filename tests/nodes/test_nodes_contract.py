@@ -41,7 +41,7 @@ IDS = {
 }
 
 OPEN = {"LowVRAM": 1, "LowVRAMVAEDecode": 1, "LowVRAMVAEEncode": 1, "LowVRAMPlan": 5, "LowVRAMReport": 0}
-"""How many fields stand open in a node; in Low VRAM Settings all do, in others at most five."""
+"""How many fields stand open in a node; in Low VRAM Settings all do, in other nodes at most five."""
 
 doors.find()
 NODES = sorted(IDS | set(doors.NODES))
@@ -196,7 +196,7 @@ def test_the_page_shows_what_nodes_tell(pack) -> None:
     telling = IDS - {"LowVRAMSettings"}
     assert {name for name in IDS if f"{name}:" in script} == telling
     imported = re.findall(r'from "(.*)"', script)
-    assert imported == ["../../scripts/app.js"]  # the others are internal to the page
+    assert imported == ["../../scripts/app.js"]  # all other modules are internal to the page
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js, which runs the page's script")

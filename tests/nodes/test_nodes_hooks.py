@@ -1,4 +1,4 @@
-"""The nodes on a host: the same picture, less memory asked for, nothing left behind, others' patches unharmed."""
+"""The nodes on a host: the same picture, less memory asked for, nothing left behind, other nodes' patches unharmed."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def needed(pack: Any, record: Any) -> int:
 
 
 def test_a_step_of_several_calls_takes_as_many_times_as_long(pack, model, vae, sent) -> None:
-    """The time was that of one call, half of a step's of heun; of samplers that are not known the steps tell."""
+    """The time was that of one call, half of a step's of heun; of samplers that are not known the steps show it."""
 
     def sample_heun() -> None: ...
     def sample_of_somebody() -> None: ...
@@ -354,7 +354,7 @@ def vae(parts) -> comfy_host.VAE:
 
 
 def optimize_vae(pack: Any, vae: Any, **knobs: Any) -> Any:
-    """The copy of ``vae`` that Low VRAM gives, without planning for a model beside it."""
+    """The copy of ``vae`` that Low VRAM gives, without planning for a model next to it."""
     inside = f"{pack.__name__}.nodes."
     request = sys.modules[inside + "node_request"].NodeRequest("", choose(pack, **knobs).settings)
     return sys.modules[inside + "autoencoder"].optimized_vae(vae, request)
@@ -703,7 +703,7 @@ def test_what_comes_to_the_model_is_what_is_planned(pack, model) -> None:
 
 
 def test_a_plan_counts_no_hook_that_the_nodes_do_not_attach(pack, model) -> None:
-    """It did: inference mode's, by which a GEGLU is computed in place, so that a step held more than was foretold."""
+    """It did: inference mode's, by which a GEGLU is computed in place, so that a step held more than was predicted."""
     _, record = optimize(pack, model, "1024GB")
     settings = record.plans["denoise"].settings
     attached = sys.modules[f"{pack.__name__}.nodes.node_request"].attachable(settings)
@@ -758,7 +758,7 @@ def test_tiled_queries_meet_the_keys_as_in_the_hosts_kernel(pack) -> None:
 
 
 def test_weights_are_planned_as_the_host_keeps_them(pack, parts) -> None:
-    """In part on a GPU, the others copied in for every step; whole on a CPU, also where that breaks the budget."""
+    """In part on a GPU, the rest copied in for every step; whole on a CPU, also where that breaks the budget."""
     loading = sys.modules[pack.__name__ + ".nodes.loading"]
     core = pack.__name__ + ".sd_lowvram"
     settings = sys.modules[core + ".settings"].Settings(attention="sliced", attention_mib=1)
@@ -809,7 +809,7 @@ def test_plan_and_report(pack, model, vae) -> None:
 
 
 def test_the_report_tells_the_run_that_was(pack, model, vae) -> None:
-    """It told a whole time for 30 steps after a run of 2, and no second that was measured."""
+    """It showed a whole time for 30 steps after a run of 2, and no second that was measured."""
     mine, made, record = shown_and_given(pack, model, vae, **CHUNKED)[1]
     record.warn("so it was in the run before")
     made.decode(Guider(mine, TEXT).sample(NOISE))

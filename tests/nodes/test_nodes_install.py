@@ -87,7 +87,7 @@ def test_a_copy_that_fails_leaves_nothing(host, wheel, monkeypatch) -> None:
 
 @pytest.mark.parametrize("fails", ["copytree", "rename"])
 def test_a_renewal_that_fails_leaves_what_was_there(host, wheel, monkeypatch, fails: str) -> None:
-    """The next one, with room, leaves the new copy alone."""
+    """The next one, with space, leaves the new copy alone."""
     name, path = host
     place, _ = adapters.install(name, path)
     (place / "old.py").touch()

@@ -35,7 +35,7 @@ FILES = {
 """By name: the file below tests/pipelines, and which of its tests (-k)."""
 
 OF_UNETS = {"SD", "SDXL", "img2img", "inpaint", "ControlNet"}
-"""Those with room for some blocks in 1 MiB: of the others one layer takes that."""
+"""Those of which some blocks fit in 1 MiB: of all other models one layer takes that."""
 
 EXCUSED = {
     "rounding": {"test_stable_diffusion_inpaint_mask_latents"},

@@ -72,7 +72,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 SEARCHED = {"sd15", "sdxl", "controlnet, two", "ip adapters, plain and plus", "pag", "x4 upscaler", "taesd"}
-"""Kinds with which it is shown that plenty and the least hold: the modules of the others are those of these, save for
+"""Kinds with which it is shown that plenty and the least hold: the modules of other kinds are those of these, save for
 small parts. Of every kind the plain run and the smallest one hold."""
 PLAIN = Settings.policy("diffusers-default")
 

@@ -1,4 +1,4 @@
-"""Which calls the guard plans anew, told by the sizes that come: where the threshold lies, and what is asked then."""
+"""Which calls the guard plans anew, by the sizes that come: where the threshold lies, and what is asked then."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_a_run_that_is_found_to_be_too_slow_is_not_traced_on(
         assert Pricing(anatomy, request(8 * GIB)).confirmed(run, 0).seconds == math.inf
     whole = pricing.confirmed(run, run.seconds + 1e-9)  # nothing that was left by the trace that ended is in it
     assert run.seconds <= whole.seconds < math.inf and pricing._traced_whole
-    assert whole == Pricing(anatomy, request(8 * GIB)).confirmed(run, 0)  # whoever knows it already is told it
+    assert whole == Pricing(anatomy, request(8 * GIB)).confirmed(run, 0)  # a known result is returned
 
 
 def test_weights_that_pieces_fetch_again_make_a_step_slower_than_its_compute(anatomy: Any) -> None:
@@ -362,7 +362,7 @@ def test_other_programs_memory_is_not_locked(monkeypatch: Any) -> None:
 
 
 def test_a_ring_that_follows_the_activations(anatomy: Any) -> None:
-    """The bits of resident weights, in fewer bytes than a ring of two of the largest layers beside the activations, and
+    """The bits of resident weights, in fewer bytes than a ring of two of the largest layers and the activations, and
     no slower; where a layer fails, all is as it was."""
     settings = Settings(offload="layer", inference_mode=True)
     plan = planned(anatomy, settings)

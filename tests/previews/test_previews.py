@@ -87,7 +87,7 @@ def test_another_models_map_is_fitted_once(monkeypatch, tmp_path):
 
 
 def test_generate(tmp_path, monkeypatch):
-    """Beside each picture a preview of its size, gone at the end; the picture and its saved latents are as without."""
+    """Next to each picture a preview of its size, gone at the end; the picture and its saved latents are as without."""
     seen, write = [], whole.write_whole
 
     def watched(data: bytes, path: Path) -> None:

@@ -37,7 +37,7 @@ SCHEDULES: dict[str, tuple[Schedule, int]] = {
 
 
 def rates_here(_device: torch.device) -> Rates:
-    """In place of this machine's, as measuring takes minutes here and tells of the host's processor: an RTX 2070's."""
+    """In place of this machine's, as measuring takes minutes here and measures the host's processor: an RTX 2070's."""
     return dataclasses.replace(PROFILES["rtx2070"], name=THIS)
 
 
@@ -88,7 +88,7 @@ class Simulated:
 
     @contextlib.contextmanager
     def watched(self, schedule: str = "eager") -> Iterator[Seen]:
-        """What happens inside, in one of ``SCHEDULES``; told when it has ended."""
+        """What happens inside, in one of ``SCHEDULES``; reported when it has ended."""
         device, pinned = self.held()
         unsimulated = self.card.unsimulated
         seen = Seen()

@@ -238,7 +238,7 @@ def _held_now() -> tuple[int, int, int]:
     """Bytes of the card that are allocated, reserved, and were asked for."""
     import torch
 
-    asked = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)  # nothing is told before the first tensor
+    asked = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)  # nothing before the first tensor
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), asked
 
 

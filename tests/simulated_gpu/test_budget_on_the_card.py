@@ -54,7 +54,7 @@ def test_an_empty_budget_chooses_what_the_cards_size_chooses(
 def test_what_others_hold_is_in_no_budget(
     gpu: Any, unet: Any, context_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver tells what of the card is this process' own."""
+    """The driver reports what of the card is this process' own."""
     taken = 1000 * MIB
     monkeypatch.setattr(info, "process_memory", lambda device: context_mib * MIB + torch.cuda.memory_reserved(device))
     with gpu.card.of_size(4096 * MIB + others(gpu.card), context_mib * MIB + taken):

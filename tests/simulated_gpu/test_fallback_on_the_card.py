@@ -165,7 +165,7 @@ def host_of(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_a_host_of_less_than_planned_leaves_weights_in_their_file(
     gpu: Any, planned: dict[str, Any], host_of: Callable[[int], None], tmp_path: Path, lacking: int, where: str
 ) -> None:
-    """There is no room for the decoder's parked maps beside the weights, or none for the weights."""
+    """There is no memory for the decoder's parked maps next to the weights, or none for the weights."""
     from diffusers import StableDiffusionPipeline
 
     large = families.plain("sd15")

@@ -180,7 +180,7 @@ def test_a_pipeline_makes_its_tensors_on_the_card(gpu: Any, targets: dict[str, A
 
 
 def timing_of(unet: Any) -> StepTiming:
-    """As a plan for the card tells it, activations included."""
+    """As a plan for the card predicts it, activations included."""
     request = Request(64, 64, 1, 8 * GIB, 4 * GIB, GPU, profile("rtx2070"))
     pricing = Pricing(anatomy_of(unet), request)
     (stage,) = (stage for stage in pricing.costs.stages if stage.repeats)

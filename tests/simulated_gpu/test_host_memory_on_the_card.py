@@ -173,7 +173,7 @@ def test_a_mapped_file_needs_the_ring_alone(gpu: Any, before: int, pipe: Any, tm
 def test_weights_in_a_mapped_file_take_what_ram_is_left_to_them(
     gpu: Any, before: int, pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """What there is no room for stays in the file, also kernels that come channels last: the ring alone would do for
+    """What does not fit stays in the file, also kernels that come channels last: the ring alone would do for
     the pictures to be the same."""
     from diffusers import StableDiffusionPipeline
 
@@ -191,7 +191,7 @@ def test_weights_in_a_mapped_file_take_what_ram_is_left_to_them(
         gpu.card.reset_peaks()
         with gpu.watched("lazy") as seen:
             pictures.append(run(small, {}))
-        if ram == least:  # as it was foretold
+        if ram == least:  # as it was predicted
             held = weight_bytes(*parts) - mapped_bytes(*parts) + RING_BYTES
             assert held <= ram + MIB // 4 and (held > ram - MIB // 2 or plan.settings.park_skips)
         assert plan.predicted.host_bytes <= ram

@@ -83,7 +83,7 @@ def test_what_is_dropped_while_copies_run_hurts_nobody(
 
 
 def test_the_compute_goes_on_while_a_map_leaves(gpu: Any) -> None:
-    """Until its memory goes to others, or something else leaves."""
+    """Until its memory goes to other tensors, or something else leaves."""
 
     def copied(parked: Parked) -> bool:
         (torch.ones(4, device=GPU) * 2).sum()

@@ -117,7 +117,7 @@ def cut_on_the_host(pipe: Any, folder: Path) -> bool:
 
 
 def sent(pipe: Any, folder: Path) -> bool:
-    """A map leaves while others take its memory."""
+    """A map leaves while other tensors take its memory."""
     noise = torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0))
     with PINNED_BUFFERS.keep():
         parked = send(noise.to(GPU) * 1)
@@ -148,7 +148,7 @@ def handed_on(pipe: Any, folder: Path) -> bool:
 
 
 def after_others(pipe: Any, folder: Path) -> bool:
-    """The room on the device is what others have just let go of."""
+    """The memory on the device is what other tensors have just freed."""
 
     def taken(take_room: Any) -> Any:
         def takes(self: DeviceLayout, *args: Any) -> None:

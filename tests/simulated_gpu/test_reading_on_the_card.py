@@ -1,4 +1,4 @@
-"""Weights in a mapped file are read beside the compute; what goes wrong there is told where they are waited for."""
+"""Weights in a mapped file are read during the compute; what goes wrong there is raised where they are waited for."""
 
 from __future__ import annotations
 

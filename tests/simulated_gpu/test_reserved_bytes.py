@@ -65,12 +65,12 @@ def test_segments_are_taken_as_by_torch(gpu: Any, seed: int, asked: str) -> None
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is measured of the card is remembered for one test, whatever others measure meanwhile."""
+    """What is measured of the card is remembered for one test, whatever other tests measure meanwhile."""
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
 
 
-# Of the least plan 12 MiB too much are foretold where it decodes on the card: for the weights of a stage that runs once
-# a segment of 20 MiB is counted beside its maps', in whose segments they lie when the stage is traced whole.
+# Of the least plan 12 MiB too much are predicted if it decodes on the card: for the weights of a stage that runs once
+# a segment of 20 MiB is counted in addition to its maps', in whose segments they lie when the stage is traced whole.
 @pytest.mark.parametrize(
     ("model", "side", "share", "too_much"),
     [("sd15", 512, 0.0, 12 * MIB), ("sd15", 512, 0.3, 2 * MIB), ("sd15", 1024, 0.3, 2 * MIB)],
@@ -96,7 +96,7 @@ def test_a_ring_that_follows_the_activations_on_a_card_of_its_size(gpu: Any, own
     assert row.ran
     assert abs(row.planned_peak - row.asked) <= row.asked // 50
     assert 0 <= row.planned_reserved - row.reserved <= max(2 * MIB, row.reserved // 5)
-    assert row.peak < 222 * MIB  # of the activations, and of two of the largest layers beside them
+    assert row.peak < 222 * MIB  # of the activations, and of two of the largest layers next to them
 
 
 @pytest.mark.parametrize("case", [Case("sd15", 640, 640, 0.4), *drawn(1, seed=640)])

@@ -18,7 +18,7 @@ from sd_lowvram.hooks import joint_chunks, offload
 from sd_lowvram.weights import weight_bytes
 
 LEAST = Settings(offload="layer")
-"""Of what keeps all bits: a layer's weights on the card and room to fetch the next."""
+"""Of what keeps all bits: a layer's weights on the card and memory to fetch the next."""
 
 FAMILIES = {
     "flux": todays.flux, "klein": todays.klein, "sd3": todays.sd3, "z_image": todays.z_image, "chroma": todays.chroma,

@@ -80,7 +80,7 @@ def test_a_place_in_the_ring_is_free_when_it_is_filled(units, data, share):
 
 @given(BESIDE_MAPS, st.floats(0, 1), st.floats(0, 1))
 def test_a_ring_that_follows_leaves_the_activations_their_bytes(units, share, other):
-    """As the engine goes: at each unit the one before is dropped, and others are fetched as long as there is room."""
+    """As the engine goes: at each unit the one before is dropped, and further units are fetched as long as they fit."""
     count, sizes = len(units), [align(one.bytes) for one in units]
     least = max(one.maps + size for one, size in zip(units, sizes, strict=True))
     most, ring = least + int(share * sum(sizes)), max(sizes) + int(other * sum(sizes))
@@ -111,7 +111,7 @@ def test_a_ring_that_follows_is_small_where_the_activations_are_large():
     assert [room // K for room in schedule.rooms] == [1, 10, 7, 2]
     assert schedule.ring_bytes == 10 * K
     assert [fetch.after for fetch in schedule.fetches] == [1, 0, 0, 1]
-    assert follow_maps(units, 17 * K, 10 * K).rooms[0] == 6 * K  # the next one is there beside the large activations
+    assert follow_maps(units, 17 * K, 10 * K).rooms[0] == 6 * K  # the next one is there next to the large activations
 
 
 @settings(max_examples=60)
@@ -137,7 +137,7 @@ def test_fetches_wait_for_the_last_who_used_their_bytes():
     ("ring", "expected"),
     [
         (1, 4.0),  # each copy waits for the other unit's end
-        (2, 2.0),  # each runs beside the other unit
+        (2, 2.0),  # each overlaps with the other unit
     ],
 )
 def test_two_units_that_take_turns(ring, expected):
@@ -149,7 +149,7 @@ def test_a_resident_costs_nothing_and_a_fetch_its_latency():
     units = [unit(1), unit(1)]
     copies = CopyQueue(K, latency=0.5)
     assert simulate(units, lay_out(units, {0, 1}, 0), copies) == pytest.approx(2.0)
-    # one copy of 1.5 s, which begins at the end of its unit and has one second of compute beside it
+    # one copy of 1.5 s, which begins at the end of its unit and overlaps with one second of compute
     assert simulate(units, lay_out(units, {0}, K), copies) == pytest.approx(2.5)
     assert simulate(units, lay_out(units, {0}, K), CopyQueue(K, 0.5, overlap=False)) == pytest.approx(3.5)
 

@@ -193,7 +193,7 @@ def test_callbacks_may_change_weights_between_steps() -> None:
 
 
 def test_pipe_to_is_followed() -> None:
-    """Another type takes another room."""
+    """Another type needs another buffer."""
     pipe = tiny.pipeline("sd15")
     with attached(pipe, WAYS["blocks"], device="cpu"):
         tiny.run(pipe, steps=1)

@@ -149,7 +149,7 @@ def settled() -> tuple[Any, ...]:
 
 
 def planned(components: Mapping[str, nn.Module], size: int = 64) -> Any:
-    """What a plan decides and foretells, traced anew."""
+    """What a plan decides and predicts, traced anew."""
     anatomy = anatomy_of_components("diffusers", components)
     request = Request(size, size, 1, GIB, GIB, torch.device("cpu"), profile("rtx2070"))
     plan = make_plan(anatomy, request, Settings())

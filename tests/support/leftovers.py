@@ -21,7 +21,7 @@ _CHECKOUT = str(Path(__file__).parents[2])
 """The folder whose places on ``sys.path`` are compared: torch's compiler adds some of its own."""
 _THEIRS = ("torch", "diffusers", "transformers")
 _PATCHED = ("torch", "torch.nn.functional", "torch.cuda")
-"""Modules of others whose functions are compared; of the rest, their classes."""
+"""Third-party modules whose functions are compared; of the rest, their classes."""
 _TABLES = ("sd_lowvram.doors", "sd_lowvram.commands.interrupts")
 """Modules whose tables a test leaves as long as they were: what is registered, and signals that came."""
 _ABSENT = object()
@@ -226,7 +226,7 @@ class Leftovers:
                 kept.update(dict.fromkeys(list(kept), "before"))
 
     def _replaced(self) -> list[str]:
-        """Modules of the package that are no longer there, or are others by now."""
+        """Modules of the package that are gone, or were replaced by now."""
         before, now = self._modules, sys.modules
         if before == now:
             return []

@@ -70,7 +70,7 @@ def _knobs(settings: Settings) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Figures and settings that differ, before and now: seconds by more than a millionth, all others at all."""
+    """Figures and settings that differ, before and now: seconds by more than a millionth, all other values at all."""
     before, now = (one | {"settings": None} | one.get("settings", {}) for one in (before, now))
     if math.isclose(before.get("seconds", 0), now.get("seconds", -1), rel_tol=1e-6):
         now = now | {"seconds": before["seconds"]}

@@ -14,7 +14,7 @@ from sd_lowvram.checkpoints.single_file_names import clip_state, open_clip_state
 
 
 def narrow(name: str, vocabulary: int = 49408) -> dict[str, Any]:
-    """A built-in architecture with few channels and layers of text; the widths by which it is told apart are kept."""
+    """A built-in architecture with few channels and layers of text; the widths by which it is recognised stay."""
     config = architecture(name)
     levels = len(config["unet"]["block_out_channels"])
     config["unet"] |= {"block_out_channels": [32, 64, 64, 64][:levels], "sample_size": 8}

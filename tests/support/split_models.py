@@ -1,4 +1,4 @@
-"""Tiny random models of today's transformers in the widths that headers tell, and their weights as ComfyUI's files
+"""Tiny random models of today's transformers in the widths that headers show, and their weights as ComfyUI's files
 name them, written down from those files' own code."""
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _qwen25_vl() -> Any:
 
 
 def save(pipe: Any, folder: Path) -> None:
-    """Write a pipeline as a diffusers folder, with CLIP's own tokenizer and others that know letters."""
+    """Write a pipeline as a diffusers folder, with CLIP's own tokenizer and further ones that know letters."""
     todays.save(pipe, folder)
     for name, pad in (("tokenizer", "<|endoftext|>"), ("tokenizer_2", "!")):
         if (folder / name).is_dir() and type(getattr(pipe, name)).__name__.startswith("CLIP"):
@@ -210,7 +210,7 @@ _STREAMS = [
 def _streams(state: Weights) -> Weights:
     """FLUX.1, FLUX.2 and Chroma."""
     made = _renamed(state, _STREAMS, "qkv")
-    for name in [name for name in made if ".attn.to_qkv." in name]:  # single blocks have their MLP beside them
+    for name in [name for name in made if ".attn.to_qkv." in name]:  # single blocks have their MLP next to them
         block, _, last = name.partition(".attn.to_qkv.")
         made[f"{block}.linear1.{last}"] = torch.cat([made.pop(name), made.pop(f"{block}.proj_mlp.{last}")])
     _swapped(made, "final_layer.adaLN_modulation.1")

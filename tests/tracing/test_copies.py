@@ -277,7 +277,7 @@ def test_copies_free_nothing_of_the_originals() -> None:
 
 
 def test_a_rebuilt_closure_shares_with_its_maker_what_is_not_the_models() -> None:
-    """As a counter beside the module: whoever set the function reads it."""
+    """As a counter next to the module: whoever set the function reads it."""
     model, calls = Model(), []
     layer = model.layer
 

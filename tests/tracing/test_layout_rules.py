@@ -1,4 +1,4 @@
-"""Rules tell shapes, strides and types of what operators make, as real kernels do."""
+"""Rules give shapes, strides and types of what operators make, as real kernels do."""
 
 from __future__ import annotations
 

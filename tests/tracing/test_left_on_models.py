@@ -1,4 +1,4 @@
-"""Planning is proof against what others leave on a model: what cannot be copied is shared with the fake copy, and so is
+"""Planning is proof against what tools leave on a model: what cannot be copied is shared with the fake copy, and so is
 what must not be."""
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def measured():
-    """Without the cases in which this processor's kernels hold what no trace foretells: some of them take very long."""
+    """Without the cases in which this processor's kernels hold what no trace predicts: some of them take very long."""
     convolutions = measure(*CONVOLUTIONS)
     return convolutions | measure(*(name for name in CASES if _convolves_as_known(name, convolutions)))
 
@@ -219,7 +219,7 @@ def test_recipes_keep_shapes_strides_and_aliases():
 
 
 def composites(x):
-    """Operators made of others: views, themselves, one kernel, several."""
+    """Operators made of other operators: views, themselves, one kernel, several."""
     a = F.linear(x, torch.ones(5, 10), torch.ones(5))
     b = F.layer_norm(a, (5,)).transpose(1, 2)
     c = b.reshape(1, -1)

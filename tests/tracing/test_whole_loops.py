@@ -21,7 +21,7 @@ PIECES = 7
 
 
 def sizes(allocations: list[tuple[int, int]]) -> list[tuple[bool, int]]:
-    """Whether each is an end, and of how many bytes; numbers may be others."""
+    """Whether each is an end, and of how many bytes; numbers may differ."""
     made: dict[int, int] = {}
     for number, nbytes in allocations:
         if nbytes >= 0:

@@ -45,7 +45,7 @@ def base() -> Cut:
 
 
 def routed(unet: Any) -> Any:
-    """``unet`` with routers that tell one picture from another, as training makes them."""
+    """``unet`` with routers that distinguish pictures, as training makes them."""
     generator = torch.Generator().manual_seed(4)
     for layer in layers_of(unet).values():
         layer.router_weight.data.copy_(2 * torch.randn(layer.router_weight.shape, generator=generator))
@@ -148,10 +148,10 @@ def test_experts_are_kept_inherited_and_drawn() -> None:
     made = pruned(original(), base(), BlockChanges(experts=3, seed=5))
     layers, old = layers_of(made), original().state_dict()
     assert len(layers) == 7 and all(path.startswith(("down_blocks.0.", "up_blocks.3.")) for path in layers)
-    inherited = {  # path here: in the whole UNet kept, cut
+    inherited = {  # path here: in the whole UNet staying, cut
         "down_blocks.0.resnets.0.conv1": ("down_blocks.0.resnets.0.conv1", "down_blocks.0.resnets.1.conv1"),
         "up_blocks.3.resnets.1.conv2": ("up_blocks.3.resnets.2.conv2", "up_blocks.3.resnets.1.conv2"),
-        "up_blocks.3.resnets.0.conv1": ("up_blocks.3.resnets.0.conv1",),  # what was cut beside it takes fewer channels
+        "up_blocks.3.resnets.0.conv1": ("up_blocks.3.resnets.0.conv1",),  # what was cut next to it takes fewer channels
         "down_blocks.0.downsamplers.0.conv": ("down_blocks.0.downsamplers.0.conv",),
     }
     for path, names in inherited.items():
@@ -163,7 +163,7 @@ def test_experts_are_kept_inherited_and_drawn() -> None:
     again, other = (pruned(original(), base(), BlockChanges(experts=3, seed=seed)).state_dict() for seed in (5, 6))
     drawn = {name for name, weight in made.state_dict().items() if not torch.equal(weight, other[name])}
     assert all(torch.equal(weight, again[name]) for name, weight in made.state_dict().items())
-    assert len(drawn) == 14  # kernel and bias of every layer: one was cut beside those that inherit, and two are asked
+    assert len(drawn) == 14  # kernel and bias of every layer: one was cut next to those that inherit, and two are asked
 
 
 def test_blocks_are_named_as_they_are_after_the_cut() -> None:

@@ -1,4 +1,4 @@
-"""``unet evaluate``: pictures of a student beside its teacher's and the training pictures."""
+"""``unet evaluate``: pictures of a student next to its teacher's and the training pictures."""
 
 from __future__ import annotations
 

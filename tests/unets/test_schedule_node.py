@@ -27,7 +27,7 @@ class V_PREDICTION(EPS): ...
 
 
 class Scheduled(Patcher):
-    """A MODEL whose own model tells when it is called, loaded, begun and ended."""
+    """A MODEL whose own model records when it is called, loaded, begun and ended."""
 
     def __init__(self, name: str, unet: Any, log: list[str], prediction: type = EPS, **config: Any) -> None:
         super().__init__(Model(unet))

@@ -554,7 +554,7 @@ def test_a_refiner_is_refused_by_name_before_the_first_step(host: Any, script: A
 
 
 def test_forge_is_foretold_before_it_has_loaded_a_model(host: Any, monkeypatch: Any, tmp_path: Path) -> None:
-    """The module in which the others look for a checkpoint's configuration is there, and empty."""
+    """The module in which other hosts look for a checkpoint's configuration is there, and empty."""
     empty = module("modules.sd_models_config")
     monkeypatch.setitem(sys.modules, empty.__name__, empty)
     monkeypatch.setattr(sys.modules["modules"], "sd_models_config", empty, raising=False)

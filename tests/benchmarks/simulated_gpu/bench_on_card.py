@@ -63,7 +63,7 @@ def on_card() -> Any:
     for module, name in trials.items():
         setattr(module, name, with_contents(getattr(module, name), simulated))
     this_machine.calibrate = rates_here
-    # the processor's time for this thread, as others may be at work beside it
+    # the processor's time for this thread, as other threads may run meanwhile
     calls.clock = lambda: time.thread_time() - simulated.kernels.seconds
     return simulated
 

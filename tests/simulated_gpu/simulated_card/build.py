@@ -14,7 +14,7 @@ from pathlib import Path
 
 _SOURCES = Path(__file__).parent / "runtime"
 CUDA = "13"
-"""The runtime's major version: what torch's libraries name, and the layout of what they are told of the card."""
+"""The runtime's major version: what torch's libraries name, and the layout of the card's properties."""
 _RUNTIME = f"libcudart.so.{CUDA}"
 _PLAIN = {"libcuda.so.1": "driver.c", "libnvidia-ml.so.1": "management.c"}
 

@@ -1,4 +1,4 @@
-"""The card: put in CUDA's place before torch is imported, and asked and told through its runtime's own functions."""
+"""The card: put in CUDA's place before torch is imported, and controlled through its runtime's own functions."""
 
 from __future__ import annotations
 

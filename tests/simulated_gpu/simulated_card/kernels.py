@@ -177,7 +177,7 @@ class Kernels:
         for now, then in before:
             now.copy_(then)
         spans = [_span(tensor) for tensor in reads], [_span(tensor) for tensor in (*writes, *(out for out, _ in made))]
-        twins.let_go()  # their bytes are others' within the capture, as soon as torch gives them away
+        twins.let_go()  # their bytes are other tensors' within the capture, as soon as torch gives them away
         self._card.capture_kernel(stream, len(self._captured))
         rooms = [host for _, host in made]
         self._captured.append(functools.partial(self._replay, compute, twins, rooms, grown, spans))

@@ -84,7 +84,7 @@ def patched(nodes: dict[str, Any]) -> dict[str, Any]:
 
 
 def counted_loads(made: list[Any]) -> list[int]:
-    """How often our hooks tell the host what each of two models needs, from now on."""
+    """How often our hooks report to the host what each of two models needs, from now on."""
     asked = [0, 0]
     for place, (model, _) in enumerate(made):
         (around,) = model.wrappers["prepare_sampling"]["sd-lowvram"]

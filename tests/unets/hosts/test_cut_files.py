@@ -71,7 +71,7 @@ def webui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def configuration(layers: list[int]) -> str:
-    """The host's own for SD1.x with what the README tells to change, and narrow."""
+    """The host's own for SD1.x with what the README says to change, and narrow."""
     text = (Path(WEBUI) / "configs" / "v1-inference.yaml").read_text()
     text = text.replace("num_res_blocks: 2", f"num_res_blocks: {layers}", 1)
     if len(layers) == 3:
