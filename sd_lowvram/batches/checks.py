@@ -49,7 +49,11 @@ def check_files(tasks: Sequence[Task], *, here: bool) -> None:
 
 
 def check_names(folder: Path, tasks: Sequence[Task]) -> None:
-    """Raise BadInputError where a link in ``folder`` would lead the picture of a job out of it."""
+    """Check that no link in ``folder`` leads the picture of a job out of it.
+
+    Raises:
+        BadInputError: a link leads out of the folder.
+    """
     for task in tasks:
         for name in asked_names(task) or ():
             try:

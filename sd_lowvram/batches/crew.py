@@ -27,7 +27,14 @@ class Crew(Protocol):
         """Names of the workers that can take a job now."""
 
     def give(self, worker: str, job: Job, place: JobLatents, pictures: int) -> None:
-        """Start a job on an idle worker, with its latents at ``place`` and a plan for ``pictures`` pictures."""
+        """Start a job on an idle worker.
+
+        Args:
+            worker: name of the worker.
+            job: the job.
+            place: place of its latents.
+            pictures: number of pictures of its plan.
+        """
 
     def wait(self) -> list[tuple[str, Outcome]]:
         """Return the outcomes of finished jobs; an empty result means that more workers may be idle.

@@ -233,7 +233,12 @@ class Journal:
             self._rows.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?)", values)
 
     def begin(self, entry: JournalEntry, worker: str) -> None:
-        """Write down that ``worker`` has the job now."""
+        """Record that ``worker`` has started a job.
+
+        Args:
+            entry: the job.
+            worker: name of the worker.
+        """
         with self._at_once():
             self._rows.execute("UPDATE jobs SET state = 'running' WHERE id = ?", (entry.id,))
             values = (entry.id, worker, time.time())
@@ -242,14 +247,27 @@ class Journal:
     def done(
         self, entry: JournalEntry, pictures: Sequence[FinishedPicture], seconds: float, notes: Sequence[str]
     ) -> None:
-        """Write down the result, whose pictures are in their places."""
+        """Record the result of a job.
+
+        Args:
+            entry: the job.
+            pictures: its pictures, which are in their places.
+            seconds: time of the job.
+            notes: what happened during the job.
+        """
         with self._at_once():
             self._end_attempt(entry, seconds, None, notes)
             self._rows.execute("UPDATE jobs SET state = 'done', error = NULL WHERE id = ?", (entry.id,))
             self._take_results(entry, pictures)
 
     def failed(self, entry: JournalEntry, error: str, *, again: bool) -> None:
-        """Write down why an attempt failed, and whether there is another one."""
+        """Record why an attempt failed.
+
+        Args:
+            entry: the job.
+            error: the message.
+            again: True if there will be another attempt.
+        """
         with self._at_once():
             self._end_attempt(entry, None, error, ())
             state = "waiting" if again else "failed"

@@ -70,9 +70,18 @@ def tidy(folder: Path) -> None:
 
 
 def begun(place: JobLatents, job: Job, images: dict[str, Any], device: torch.device) -> Begun | None:
-    """Saved state of a sized ``job`` with the input ``images``; None if it cannot be resumed.
+    """Return the saved state of a job, if it can be resumed.
 
     Unusable latents, and the step from which the job resumes, are logged.
+
+    Args:
+        place: place of the latents.
+        job: the job, with its size.
+        images: its input pictures.
+        device: device that computes.
+
+    Returns:
+        The state; None if the job starts from the beginning.
     """
     path = Path(place.file)
     if not path.exists():

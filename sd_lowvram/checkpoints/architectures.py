@@ -113,10 +113,19 @@ def build_components(
     only: tuple[str, ...] = MODELS,
     seed: int = 0,
 ) -> dict[str, nn.Module]:
-    """The models of an architecture with random weights, in evaluation mode, by component name.
+    """Build the models of an architecture with random weights, in evaluation mode.
 
-    ``name`` is a built-in one or a dictionary like ``architecture`` returns. On the "meta" device nothing is allocated.
-    The weights are uniform, scaled so that activations neither vanish nor overflow; equal for equal seeds.
+    The weights are uniform, scaled so that activations neither vanish nor overflow; equal seeds give equal weights.
+
+    Args:
+        name: a built-in architecture, or a dictionary like ``architecture`` returns.
+        dtype: type of the weights; None: float32.
+        device: on "meta" nothing is allocated.
+        only: names of the components to build.
+        seed: of the weights.
+
+    Returns:
+        The models by component name.
     """
     import torch
 
@@ -145,7 +154,7 @@ def empty_model(config: dict[str, Any]) -> Any:
 
 
 def type_for(config: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, or bfloat16 in place of float16: transformers are made for its range, and overflow without."""
+    """Return ``dtype``, or bfloat16 in place of float16 for transformers, which are made for its range."""
     import torch
 
     return torch.bfloat16 if "transformer" in config and dtype == torch.float16 else dtype
@@ -239,7 +248,12 @@ def vocabulary() -> dict[str, int]:
 
 
 def write_tokenizer(options: dict[str, Any], folder: Path) -> None:
-    """Write CLIP's tokenizer, with the ``pad_token`` and the ``model_max_length`` of ``options``, into a folder."""
+    """Write CLIP's tokenizer into a folder.
+
+    Args:
+        options: ``pad_token`` and ``model_max_length`` are read.
+        folder: an existing folder.
+    """
     special = {"bos_token": _START, "eos_token": _END, "unk_token": _END, "pad_token": options["pad_token"]}
     files = {
         "vocab.json": vocabulary(),

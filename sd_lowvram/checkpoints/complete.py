@@ -17,15 +17,30 @@ _NEVER_READ = ("position_ids", "logit_scale", "lm_head.weight", "num_batches_tra
 
 
 def check_complete(path: Path, model: nn.Module) -> None:
-    """Raise CheckpointError where a weight of ``model``, loaded from ``path``, has no contents."""
+    """Check that every weight of a loaded model has contents.
+
+    Args:
+        path: the file or folder, for the error.
+        model: the model.
+
+    Raises:
+        CheckpointError: a weight has no contents.
+    """
     held = itertools.chain(model.named_parameters(), model.named_buffers())
     check_found(path, model, [name for name, tensor in held if tensor.device.type == "meta"])
 
 
 def check_found(path: Path, model: nn.Module, missing: Collection[str]) -> None:
-    """Raise CheckpointError where ``missing`` names a weight of ``model`` that the file at ``path`` lacks.
+    """Check that a file had every weight of its model. Libraries leave missing weights without contents, or fill them
+    at random.
 
-    Libraries leave what a file lacks without contents, or fill it at random.
+    Args:
+        path: the file or folder, for the error.
+        model: the model.
+        missing: names that the library reports.
+
+    Raises:
+        CheckpointError: a weight of ``model`` is missing.
     """
     lost = [name for name in missing if not name.endswith(_NEVER_READ)]
     if lost:

@@ -92,10 +92,16 @@ class CheckpointKind:
 
 
 def check_model(path: Path, task: Task, allow_pickle: bool = False) -> None:
-    """Look at every file of the model at ``path`` that can be wrong before anything is loaded.
+    """Check every file of a model before anything is loaded.
+
+    Args:
+        path: a single file or a diffusers folder.
+        task: what the model shall do.
+        allow_pickle: True to accept pickles.
 
     Raises:
-        CheckpointError: unreadable, truncated, of an unknown kind, for another task, or a pickle that was not allowed.
+        CheckpointError: a file is unreadable, truncated, of an unknown kind, for another task, or a pickle that is not
+            allowed.
     """
     if path.is_dir():
         pipeline_prefix(path)
@@ -207,8 +213,13 @@ def _read_table(file: Path) -> dict[str, Any]:
 def check_folder(folder: Path, allow_pickle: bool = False) -> None:
     """Check every weight file of the diffusers folder at ``folder``.
 
+    Args:
+        folder: a diffusers folder.
+        allow_pickle: True to accept pickles.
+
     Raises:
-        CheckpointError: unreadable, truncated, stored in a way that is not read, or a pickle that was not allowed.
+        CheckpointError: a file is unreadable, truncated, stored in a way that is not read, or a pickle that is not
+            allowed.
     """
     for part in sorted(path for path in folder.iterdir() if path.is_dir() and path.name != "safety_checker"):
         for file in part.glob("*.safetensors"):
@@ -240,9 +251,16 @@ def _config_of(part: Path) -> dict[str, Any]:
 
 
 def weight_files(part: Path, allow_pickle: bool = False) -> tuple[str | None, list[Path]]:
-    """The files of weights that are read in a part of a diffusers folder, and the name of their variant.
+    """Find the weight files of a part of a diffusers folder.
 
-    A part may hold several variants, of which the plain one (None) is read, else fp16, else bf16, else the first.
+    Of several variants the plain one (None) is read, else fp16, else bf16, else the first.
+
+    Args:
+        part: folder of the part.
+        allow_pickle: True to accept pickles.
+
+    Returns:
+        The name of the variant, and its files.
 
     Raises:
         CheckpointError: there are only pickles, and they are not allowed.
@@ -276,7 +294,16 @@ def is_pickle(path: Path, allowed: bool) -> bool:
 
 
 def check_channels(path: Path, channels: int, task: Task) -> None:
-    """Raise CheckpointError where a UNet of so many input ``channels`` needs more than ``task`` gives it."""
+    """Check that a task gives a UNet all its input channels.
+
+    Args:
+        path: the model, for the error.
+        channels: input channels of its UNet.
+        task: what the model shall do.
+
+    Raises:
+        CheckpointError: the UNet needs more than ``task`` gives it.
+    """
     if channels == 9 and task != "inpaint":
         raise CheckpointError(f"{path} is an inpainting model: give it a picture and a mask (--init-image and --mask)")
 
@@ -307,7 +334,12 @@ def _deviation(values: list[float]) -> float:
 
 
 def single_file_config(kind: CheckpointKind, prediction: str) -> dict[str, Any]:
-    """The architecture of ``kind``, with what the file itself decides written into it."""
+    """Return the architecture of ``kind`` with the facts that the file itself decides.
+
+    Args:
+        kind: from ``detect``.
+        prediction: "epsilon" or "v_prediction".
+    """
     config = architecture(kind.name)
     if kind.unet is not None:
         config["unet"] = dict(kind.unet.config)

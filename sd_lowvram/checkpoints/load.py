@@ -56,16 +56,23 @@ def load_pipeline(
     allow_pickle: bool = False,
     prediction: str | None = None,
 ) -> DiffusionPipeline:
-    """The pipeline for ``task`` with the weights of ``model``, on the CPU; nothing is fetched from a network.
+    """Load the pipeline for ``task`` on the CPU; nothing is fetched from a network. A safety checker (1.2 GB) is not
+    loaded.
 
-    ``model`` is a diffusers folder, a single ``.safetensors`` file (SD1.x, SD2.x, SDXL), a ``.ckpt`` with
-    ``allow_pickle``, or None for the demo model that ships with the package. ``dtype`` None is float32, whatever is
-    stored (see ``load_as_stored``). ``prediction`` overrides what an SD2.x or SDXL file seems to predict (see
-    ``detect``).
-    A safety checker is not loaded: it costs 1.2 GB.
+    Args:
+        model: a diffusers folder, a single ``.safetensors`` file (SD1.x, SD2.x, SDXL), a ``.ckpt`` with
+            ``allow_pickle``, or None for the included demo model.
+        task: such as "txt2img".
+        dtype: type of the weights; None: float32, whatever is stored (see ``load_as_stored``).
+        allow_pickle: True to load pickles, without the right to run code.
+        prediction: in place of what an SD2.x or SDXL file seems to predict (see ``detect``).
+
+    Returns:
+        The pipeline of diffusers.
 
     Raises:
-        CheckpointError: missing, unreadable, truncated, of an unknown kind, or a pickle that was not allowed.
+        CheckpointError: the model is missing, unreadable, truncated, of an unknown kind, or a pickle that is not
+            allowed.
     """
     path = model_path(model)
     check_model(path, task, allow_pickle)
@@ -133,7 +140,14 @@ _LIBRARIES = ("diffusers", "transformers")
 
 
 def load_folder_part(part: Path, library: str, name: str, dtype: torch.dtype | None, allow_pickle: bool = False) -> Any:
-    """The model in the folder ``part`` of a diffusers folder, of the class ``name`` of ``library``.
+    """Load one part of a diffusers folder.
+
+    Args:
+        part: folder of the part.
+        library: library of its class.
+        name: name of its class.
+        dtype: type of the weights; None: float32.
+        allow_pickle: True to load pickles.
 
     Raises:
         CheckpointError: weights are missing, which the library would leave without contents or fill at random.

@@ -23,10 +23,14 @@ _LEVEL = re.compile(r"decoder\.up\.(\d)\.block\.0\.conv1\.weight")
 
 
 def load_autoencoder(path: Path, dtype: torch.dtype) -> nn.Module:
-    """The autoencoder of ``path``, a diffusers folder or a ``.safetensors`` file, on the CPU.
+    """Load an autoencoder on the CPU.
+
+    Args:
+        path: a diffusers folder or a ``.safetensors`` file.
+        dtype: type of the weights.
 
     Raises:
-        CheckpointError: missing, unreadable, a pickle, or without an autoencoder for pictures.
+        CheckpointError: it is missing, unreadable, a pickle, or has no autoencoder for pictures.
     """
     if path.is_dir():
         part = path / "vae" if (path / "vae").is_dir() else path

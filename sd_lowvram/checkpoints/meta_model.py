@@ -21,10 +21,15 @@ from .split_files import is_split
 
 
 def meta_anatomy(model: str | None, dtype: torch.dtype, only: tuple[str, ...] = MODELS) -> Anatomy:
-    """The anatomy of a model on the meta device, with the parts of :func:`meta_components`.
+    """Return the anatomy of a model on the meta device, with the parts of :func:`meta_components`.
+
+    Args:
+        model: as for :func:`meta_components`.
+        dtype: type of the weights.
+        only: names of the components.
 
     Raises:
-        CheckpointError: as that does.
+        CheckpointError: as for :func:`meta_components`.
     """
     config, parts = configuration(model), meta_components(model, dtype, only)
     return _pipeline_anatomy(config, parts) if "transformer" in config else anatomy_of_components("diffusers", parts)

@@ -80,10 +80,15 @@ def read_header(path: Path) -> Header:
 
 
 def read_values(path: Path, header: Header, name: str) -> list[float]:
-    """The numbers of a small tensor of 16 or 32 bits.
+    """Read the numbers of a small tensor of 16 or 32 bits.
+
+    Args:
+        path: the file.
+        header: its header.
+        name: name of the tensor.
 
     Raises:
-        CheckpointError: it is of another type, or cannot be read.
+        CheckpointError: the tensor has another type, or cannot be read.
     """
     entry = header.tensors[name]
     try:

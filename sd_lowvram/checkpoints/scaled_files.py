@@ -164,8 +164,15 @@ def _shortest(spread: Tensor) -> Tensor:
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], scales: Scales, computes: dtype) -> list[str]:
-    """Give ``model`` the weights of ``state``: those of linear layers that are in 8 bits, or in blocks of GGUF, as they
-    are, the rest in the type in which it computes.
+    """Assign the weights of ``state`` to ``model``.
+
+    Weights of linear layers in 8 bits, or in blocks of GGUF, stay as they are; the rest is converted to ``computes``.
+
+    Args:
+        model: a model without contents.
+        state: weights by name.
+        scales: scales of weights in 8 bits.
+        computes: type in which the model computes.
 
     Returns:
         The names that the model has no place for.

@@ -67,7 +67,12 @@ def find_scheduler(name: str) -> str:
 
 
 def set_scheduler(pipe: Any, name: str) -> None:
-    """Give ``pipe`` the scheduler ``name``, with the noise schedule and prediction type of the one that it has."""
+    """Replace the scheduler of ``pipe``; noise schedule and prediction type stay.
+
+    Args:
+        pipe: a pipeline.
+        name: such as "euler" or "heun".
+    """
     import diffusers
 
     chosen = SCHEDULERS[find_scheduler(name)]

@@ -28,11 +28,14 @@ _QKV = re.compile(r"self_attn\.([qkv])_proj\.")
 
 
 def file_weights(path: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The weights of the ``.safetensors`` file at ``path`` by the usual names; those with scales times them, in
-    ``dtype`` (None: float32).
+    """Read the weights of a single file, under the usual names. Weights with scales are multiplied by them.
+
+    Args:
+        path: a ``.safetensors`` file.
+        dtype: type of the weights; None: float32.
 
     Raises:
-        CheckpointError: a scale has no weight, or a weight of 8 bits has none, or not the scale of its rows.
+        CheckpointError: a scale has no weight, or a weight of 8 bits has no scale or not that of its rows.
     """
     from safetensors.torch import load_file
 
@@ -66,10 +69,16 @@ def plain_weights(state: Mapping[str, Tensor], path: Path, dtype: torch.dtype | 
 
 
 def load_unet(config: Mapping[str, Any], weights: Mapping[str, Tensor], path: Path, dtype: torch.dtype | None) -> Any:
-    """The UNet of ``config`` with the ``weights`` of the file at ``path``.
+    """Build the UNet of a single file.
+
+    Args:
+        config: its configuration.
+        weights: from :func:`file_weights`.
+        path: the file, for errors.
+        dtype: type of the weights; None: float32.
 
     Raises:
-        CheckpointError: weights are missing, of other shapes, or of layers that such a UNet does not have.
+        CheckpointError: weights are missing, have other shapes, or belong to layers that such a UNet does not have.
     """
     unet = _empty(config)
     names = unet_names(unet)

@@ -104,11 +104,17 @@ _FAMILIES = {
 def split_model(
     transformer: Path | None, text_encoders: Sequence[Path], vae: Path | None, tokenizer: Path | None
 ) -> Path:
-    """A folder for these files, as a diffusers folder is one; the same for the same files.
+    """Return a folder that stands for split files like a diffusers folder; the same files give the same folder.
+
+    Args:
+        transformer: file of the transformer.
+        text_encoders: files of the text encoders, in any order.
+        vae: file of the VAE.
+        tokenizer: folder of the tokenizer; None: the included one.
 
     Raises:
         BadInputError: a file is not given.
-        CheckpointError: one cannot be used, or is of another model.
+        CheckpointError: a file cannot be used, or is of another model.
     """
     if transformer is None or vae is None or not text_encoders:
         missing = [

@@ -133,7 +133,11 @@ class SplitFile:
 
 
 def split_file(path: Path, role: str) -> SplitFile:
-    """The model in the file at ``path``, which was given for a ``role``: "transformer" or "vae".
+    """Return what the file at ``path`` is.
+
+    Args:
+        path: the file.
+        role: "transformer" or "vae".
 
     Raises:
         CheckpointError: as :func:`split_files_in`.
@@ -142,11 +146,15 @@ def split_file(path: Path, role: str) -> SplitFile:
 
 
 def split_files_in(path: Path, role: str) -> list[SplitFile]:
-    """The models of a ``role`` in the file at ``path``; an all-in-one file may hold several text encoders.
+    """Return the models of one role in a file; an all-in-one file may hold several text encoders.
+
+    Args:
+        path: the file.
+        role: "transformer", "text encoder" or "vae".
 
     Raises:
-        CheckpointError: unreadable, truncated, stored in a way that is not served, for another role, or of a model that
-            is not served, be it one that differs from a served one by some weights.
+        CheckpointError: the file is unreadable, truncated, stored in a way that is not served, for another role, or of
+            a model that is not served.
     """
     blocks = is_gguf_file(path)
     header = gguf_header(path) if blocks else read_header(path)

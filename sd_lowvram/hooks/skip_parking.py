@@ -57,9 +57,7 @@ def offers(target: Target) -> Iterator[Offer]:
 
 
 def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = change_tensors(
-        args, kwargs, recalled
-    )  # modules change no inputs: without parking these are the skips
+    args, kwargs = change_tensors(args, kwargs, recalled)  # only for reading: modules do not write to inputs
     result = original(*args, **kwargs)
     if not parks or needs_graph(module, args, kwargs):
         return result

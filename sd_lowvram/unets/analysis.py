@@ -80,9 +80,15 @@ def analysed(unet: Any, width: int, height: int, passes: int = 2, rates: Rates |
 
 
 def counted(unet: Any, side: int | None = None) -> dict[str, int]:
-    """Costs of a guided step of ``unet`` at its own size, or for a picture of ``side`` pixels, without times.
+    """Count the costs of a guided step, without times.
 
-    Keys are "parameters", "bytes", "operations" and "peak_bytes". ``unet`` may be on the meta device."""
+    Args:
+        unet: may be on the meta device.
+        side: side of the picture in pixels; None: the UNet's own size.
+
+    Returns:
+        "parameters", "bytes", "operations" and "peak_bytes".
+    """
     side = side or own_side(unet)
     return totals(analysed(unet, side, side, rates=profile("rtx2070")))
 

@@ -76,7 +76,16 @@ ASDMUNet2DConditionModel.__init__.__signature__ = _with_all_names()  # type: ign
 
 
 def check_changes(experts: Any, regions: Any, blocks: Any = ()) -> None:
-    """Raise BadInputError unless these are a number of experts, the side of a region or None, and names."""
+    """Check the changes of a UNet.
+
+    Args:
+        experts: number of experts.
+        regions: side of a region; None: no regions.
+        blocks: names of blocks.
+
+    Raises:
+        BadInputError: one of them cannot be used.
+    """
     if type(experts) is not int or not 1 <= experts <= MOST_EXPERTS:
         raise BadInputError(
             f"experts {experts!r} is not a number of experts: 1 is the plain convolution, 2 to {MOST_EXPERTS} are mixed"

@@ -132,9 +132,18 @@ def evaluated(
 
 
 def measures(pictures: Tensor, teacher: Tensor, ground: Ground) -> dict[str, float]:
-    """ "psnr" (dB, mean over pictures) and "difference" (mean, of 255) from the teacher's pictures of the same seeds,
-    "retrieved" (the share of pictures to which the prompt's own training picture is the nearest), "frechet" and "score"
-    of :func:`frechet_distance` and :func:`picture_score`."""
+    """Return how near pictures are to the teacher's pictures and to the training pictures.
+
+    Args:
+        pictures: (N, 3, H, W), of the seeds of ``teacher``.
+        teacher: the teacher's pictures, of the same shape.
+        ground: prompts and reference.
+
+    Returns:
+        "psnr" (dB, mean over pictures) and "difference" (mean, of 255) from the teacher's pictures; "retrieved", the
+        share of pictures to which the prompt's own training picture is the nearest; "frechet" and "score" of
+        :func:`frechet_distance` and :func:`picture_score`.
+    """
     maps = _pooled(ground.features, pictures)
     return {
         **agreement(pictures, teacher),
@@ -177,7 +186,15 @@ def agreement(pictures: Tensor, references: Tensor) -> dict[str, float]:
 
 
 def nearest(pictures: Tensor, originals: Tensor) -> Tensor:
-    """Index of the nearest of ``originals`` for each picture, both scaled down to 16x16."""
+    """Return the index of the nearest original for each picture, both scaled down to 16x16.
+
+    Args:
+        pictures: (N, 3, H, W).
+        originals: (M, 3, H, W).
+
+    Returns:
+        (N,) indices.
+    """
     return torch.cdist(_small(pictures).flatten(1), _small(originals).flatten(1)).argmin(dim=1)
 
 
@@ -192,11 +209,14 @@ def _pooled(features: Features, pictures: Tensor) -> Tensor:
 
 
 def frechet_distance(ours: Tensor, theirs: Tensor) -> float:
-    """The distance of two normal distributions with the means and covariances of two sets (pictures, channels); after
-    Heusel et al. (2017).
+    """Return the distance of two normal distributions with the means and covariances of two sets; after Heusel et al.
+    (2017).
 
     The trace of the root of the product of the covariances is the sum of the singular values of the product of the
     centred sets, which holds for fewer pictures than channels, too.
+
+    Args:
+        ours, theirs: features (pictures, channels).
     """
     means = ours.mean(dim=0), theirs.mean(dim=0)
     centred = [(each - mean) / (len(each) - 1) ** 0.5 for each, mean in zip((ours, theirs), means, strict=True)]
@@ -211,6 +231,9 @@ def picture_score(ours: Tensor, originals: Tensor) -> float:
     It is 1 if all pictures are similar, or each is similar to all classes, and the number of pictures if each has its
     own class. The probability of a class falls with the squared distance of features (pictures, channels), in units of
     a tenth of the median distance between a training picture and its nearest neighbour.
+
+    Args:
+        ours, originals: features (pictures, channels).
     """
     among = torch.cdist(originals, originals).fill_diagonal_(torch.inf)
     unit = among.min(dim=1).values.square().median().clamp_min(1e-12) / 10

@@ -17,10 +17,14 @@ _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def frozen_features(name: str, device: torch.device | str = "cpu") -> Features:
-    """The features of the network ``name``; nothing is fetched.
+    """Return the features of a network trained on ImageNet; nothing is fetched.
+
+    Args:
+        name: name of the network.
+        device: device that computes.
 
     Raises:
-        BadInputError: an unknown name, or one whose package or weights are not here.
+        BadInputError: the name is unknown, or the network's package or weights are not installed.
     """
     if name not in NETS:
         raise BadInputError(f"the network {name!r} is unknown: choose one of {', '.join(NETS)}")

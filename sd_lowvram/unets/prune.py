@@ -28,11 +28,16 @@ _ALWAYS = (
 
 
 def cut_of_kind(config: Mapping[str, Any], kind: str) -> Cut:
-    """The cut of a name: base (one layer less in each block), small (no middle block either), tiny (nor the innermost
-    blocks).
+    """Return the cut of a name.
+
+    "base" removes one layer of each block, "small" also the middle block, "tiny" also the innermost blocks.
+
+    Args:
+        config: configuration of the UNet.
+        kind: the name.
 
     Raises:
-        BadInputError: another name, or a UNet that has no second layers to cut.
+        BadInputError: the name is unknown, or the UNet has no second layers to cut.
     """
     if kind not in KINDS:
         raise BadInputError(f"the cut {kind!r} is unknown: choose one of {', '.join(KINDS)}")
@@ -55,10 +60,16 @@ _NAME = re.compile(r"(dn|up)(\d+)(?:\.(\d+))?|mid")
 
 
 def cut_by_names(config: Mapping[str, Any], keep: Collection[str] = (), drop: Collection[str] = ()) -> Cut:
-    """The cut that drops the named parts, or keeps only the named layers: "dn0.1", "up3.1", "mid", or a block, "dn3".
+    """Return the cut that drops the named parts, or keeps only the named layers.
+
+    Args:
+        config: configuration of the UNet.
+        keep: layers to keep: "dn0.1", "up3.1", "mid", or a block, "dn3".
+        drop: parts to drop.
 
     Raises:
-        BadInputError: an unknown name; both lists; a cut that takes nothing, or through which no map finds its way.
+        BadInputError: a name is unknown, both lists are given, the cut removes nothing, or no map finds its way through
+            it.
     """
     if bool(keep) == bool(drop):
         raise BadInputError("name either layers to keep (--keep) or parts to drop (--drop)")

@@ -160,7 +160,12 @@ class Band(NamedTuple):
 
 
 def pooled_map(whole: Tensor, height: int = POOLED) -> Tensor:
-    """The tokens (N, at most height * 8, C) of a pooled map (N, height, width, C)."""
+    """Return the tokens (N, at most height * 8, C) of a pooled map.
+
+    Args:
+        whole: (N, height, width, C).
+        height: largest height of the pooled map.
+    """
     sides = min(height, whole.shape[1]), min(POOLED, whole.shape[2])
     pooled: Tensor = F.adaptive_avg_pool2d(whole.permute(0, 3, 1, 2), sides)
     return pooled.flatten(2).transpose(1, 2)
@@ -197,7 +202,9 @@ class RegionRow(NamedTuple):
 
 
 def region_sizes(total: int, side: int) -> list[int]:
-    """The fewest regions of at most ``side`` tokens that make up ``total``, as even as can be, the larger first."""
+    """Divide ``total`` tokens into the fewest regions of at most ``side`` tokens, as even as possible, the larger ones
+    first.
+    """
     number = -(-total // side)
     size, larger = divmod(total, number)
     return [size + 1] * larger + [size] * (number - larger)

@@ -203,7 +203,15 @@ _ALIKE = (
 
 
 def check_match(own: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> None:
-    """Raise BadInputError unless UNets of these configurations, of so called models, can take turns in one run."""
+    """Check that two UNets can take turns in one run.
+
+    Args:
+        own, other: their configurations.
+        names: what to call them in the error.
+
+    Raises:
+        BadInputError: their inputs or outputs differ.
+    """
     for key in _ALIKE:
         first, second = _width(own.get(key)), _width(other.get(key))
         if first != second:
@@ -219,7 +227,15 @@ def _width(value: Any) -> Any:
 
 
 def check_parts(pipe: Any, parts: Sequence[Part]) -> None:
-    """Raise BadInputError unless ``parts`` are UNets that can take turns in ``pipe``."""
+    """Check that UNets can take turns in ``pipe``.
+
+    Args:
+        pipe: the pipeline.
+        parts: UNets with their numbers of steps.
+
+    Raises:
+        BadInputError: a UNet does not match, or a number of steps cannot be used.
+    """
     if not parts:
         raise BadInputError("a schedule of UNets needs at least one (UNet, steps)")
     check_unet(getattr(pipe, "unet", None))

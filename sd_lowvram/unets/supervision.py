@@ -84,7 +84,14 @@ def _relative(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def clean_of(noisy: Tensor, output: Tensor, alphas: Tensor, prediction: str) -> Tensor:
-    """The clean latents that ``output`` predicts; ``alphas`` are shaped for multiplication with them."""
+    """Return the clean latents that ``output`` predicts.
+
+    Args:
+        noisy: (N, C, h, w).
+        output: of the UNet, of the same shape.
+        alphas: cumulative products of the schedule, shaped to multiply with ``noisy``.
+        prediction: "epsilon" or "v_prediction".
+    """
     if prediction == "epsilon":
         return (noisy - (1 - alphas).sqrt() * output) / alphas.sqrt()
     return alphas.sqrt() * noisy - (1 - alphas).sqrt() * output

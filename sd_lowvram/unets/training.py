@@ -13,7 +13,14 @@ LEVELS = 1000
 
 
 def rate(step: int, steps: int, peak: float, warmup: int = 200) -> float:
-    """The learning rate: linear warm-up, then half a cosine down to 2 % of ``peak``."""
+    """Return the learning rate: linear warm-up, then half a cosine down to 2 % of ``peak``.
+
+    Args:
+        step: number of the step, from 0.
+        steps: all steps.
+        peak: largest rate.
+        warmup: steps of the warm-up.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / (steps - warmup)))))
@@ -26,7 +33,13 @@ def noise_levels(count: int, generator: torch.Generator) -> Tensor:
 
 
 def min_snr_weights(schedule: Any, levels: Tensor, gamma: float = 5.0) -> Tensor:
-    """Weights (N,) of the squared error at ``levels`` (N,) of a scheduler of diffusers, after Hang et al. 2023."""
+    """Return weights (N,) of the squared error, after Hang et al. 2023.
+
+    Args:
+        schedule: a scheduler of diffusers.
+        levels: (N,) timesteps.
+        gamma: largest signal-to-noise ratio that counts.
+    """
     from diffusers.training_utils import compute_snr
 
     snr: Tensor = compute_snr(schedule, levels)

@@ -30,7 +30,11 @@ def check_new(target: Path, option: str) -> None:
 
 
 def save_pipeline(pipe: DiffusionPipeline, target: Path) -> None:
-    """Write ``pipe`` to the new folder, or ``.safetensors`` file, ``target``, which appears when all is written.
+    """Write ``pipe`` to a new place, which appears when all is written.
+
+    Args:
+        pipe: a pipeline.
+        target: a new folder, or a new ``.safetensors`` file.
 
     Raises:
         BadInputError: a single file cannot hold this model.
