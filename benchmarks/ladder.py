@@ -65,7 +65,7 @@ class LadderRow:
 
 
 def rungs(source: str, device: torch.device, large: bool) -> tuple[list[LadderRow], dict[str, str]]:
-    """The rungs of a source's ladder, and ours, that make sense on ``device``; and why others are left out.
+    """The rungs of a source's ladder, and ours, that make sense on ``device``; and why other rungs are left out.
 
     Args:
         large: whether the model has convolutions whose weights a CPU may keep in order.

@@ -175,9 +175,9 @@ def _as_row(name: str, published: dict[Size, float], predicted: Mapping[Size, Pr
 def _left_out(
     name: str, published: Mapping[str, Mapping[Size, float]], predicted: Mapping[str, Mapping[Size, PredictedTimes]]
 ) -> dict[str, Any]:
-    """Times by the policy ``name``, by figures that are fitted to the squares of the others alone.
+    """Times by the policy ``name``, by figures that are fitted to the squares of the other policies alone.
 
-    A processor that none of the others decodes on is described by its maker.
+    A processor that no other policy decodes on is described by its maker.
     """
     others = [(one, size) for one in published if one != name for size in published[one] if size[0] == size[1]]
     decodes = any(predicted[one][size].away for one, size in others)

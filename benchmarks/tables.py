@@ -103,7 +103,7 @@ def processor() -> str:
 
 
 def own_share() -> float:
-    """Share of some tenths of a second in which a thread that computes has a processor; below 1 others have it too."""
+    """Share of some tenths of a second in which a thread that computes has one; below 1 other programs run too."""
     start, used = time.perf_counter(), time.thread_time()
     while time.perf_counter() < start + _SPIN_SECONDS:
         pass
@@ -158,7 +158,7 @@ class Sheet:
     of: int = 1
 
     def lines(self, report: Report) -> Iterator[str]:
-        """The rows as Markdown, and why others are left out."""
+        """The rows as Markdown, and why other rows are left out."""
         yield from (f"# {self.title.format_map(report)}", "", self.note.format_map(report), "")
         yield from self.table(report["rows"])
         yield from left_out(report.get("left_out", ()))
@@ -245,7 +245,7 @@ def begun(asked: Report, out: Path | None) -> Report:
 
 
 def written(report: Report, lines: Lines, out: Path | None, made: Any = None) -> Report:
-    """``report`` with its :func:`origin`, also as Markdown in ``out`` where that is given, and as JSON beside it.
+    """``report`` with its :func:`origin`, also as Markdown in ``out`` where that is given, and as JSON next to it.
 
     Args:
         made: its origin where it is another one: what was measured earlier is not of today.

@@ -139,7 +139,7 @@ def _from_to(report: dict[str, Any], name: str) -> str:
 
 
 def _alike(row: Row) -> Iterator[Row]:
-    """A row for each part of the card from which on the cells are others."""
+    """A row for each part of the card from which on the cells differ."""
     for _, group in itertools.groupby(_parts(row["side"]), lambda vram: _cells({**row, "vram": vram})):
         sizes = list(group)
         yield {**row, "vram": sizes[0], "sizes": ", ".join(map(str, sizes))}

@@ -142,7 +142,7 @@ def serve(asks: IO[str], rows: IO[str]) -> None:
 
 
 def _end_with(asks: IO[str]) -> None:
-    """Nobody would read the rows, and what is measured on is in the way of others."""
+    """Nobody would read the rows, and the device is in use meanwhile."""
     while os.read(asks.fileno(), 1):  # a thread that waits in ``asks`` itself would hold it when the process ends
         pass
     os._exit(1)

@@ -30,7 +30,7 @@ _EXACT = ("exact",)
 _DEAR = "recomputed"
 _THEIRS = "diffusers tiling"
 _WITH_DEMO = ("sd15", "sdxl")
-"""Models whose latents are of the demo autoencoder's kind; those of others are compared with random weights."""
+"""Models whose latents are of the demo autoencoder's kind; those of other models are compared with random weights."""
 
 
 def run(
@@ -77,7 +77,7 @@ def _built(config: dict[str, Any], device: str, dtype: torch.dtype = torch.float
 
 
 def _timed(vae: Any, size: int, repeats: int) -> dict[str, Any]:
-    """Seconds of the plain decode, and the others' time over it: ratios of medians."""
+    """Seconds of the plain decode, and the other ways' time over it: ratios of medians."""
     shape = _latent_shape(vae.config, size)
     latents = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(vae.device)
     ways: dict[str, Settings] = {"plain": Settings(), **_exact(vae.config)}

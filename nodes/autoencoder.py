@@ -142,7 +142,7 @@ class _Autoencoder:
 
     def foresee(self, stage: str, shape: Sequence[int], tiled: bool = False) -> Plan:
         """The plan for (N, C, [frames,] h, w) latents to decode or pixels to encode, made once; where the host asks for
-        tiles, of exact ones, if nobody has set others."""
+        tiles, of exact ones, unless other ones are set."""
         scale = scale_factor(self._anatomy)
         pixels = (side * scale if stage == "decode" else side // scale * scale for side in shape[-2:])
         height, width = pixels
@@ -194,7 +194,7 @@ class _Autoencoder:
 
     def _go_leaner(self, stage: str, tiled: bool, plan: Plan, short: Shortage) -> None:
         """Plan for less than ``plan``, with which ``stage`` ran out of memory, and say so; where nothing is leaner the
-        host is told in its own way."""
+        host gets it in its own way."""
         make = functools.partial(plan_for_host, self._anatomy)
         try:
             plan_below = leaner(plan, short, self._fixed(tiled), make)

@@ -82,8 +82,8 @@ class Denoiser:
         return self._plans[key]
 
     def foresee_together(self, width: int, height: int, batch: int, prompts: int, frames: int = 1) -> Plan:
-        """The plan for a call with the most of ``prompts`` that fit, for the host makes smaller ones where it is told
-        that there is no room (:meth:`led`); where none fits, for one.
+        """The plan for a call with the most of ``prompts`` that fit. The host makes smaller calls if memory is reported
+        as short (:meth:`led`). If none fits, the plan is for one prompt.
 
         Raises:
             BudgetError: not even one fits.

@@ -90,7 +90,7 @@ def beside_weights(stage: StagePlan) -> int:
 def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
     """The fastest settings for ``anatomy``'s one model that fit while the host moves its weights.
 
-    Where the host keeps all of them whatever is asked, and nothing fits beside them, it is the settings that take
+    If the host keeps all of them whatever is requested, and nothing fits next to them, it is the settings that take
     least, and the plan says that it does not fit.
 
     Raises:

@@ -119,7 +119,7 @@ class PlanRecord:
         seconds: seconds of each stage, from its first step to its last.
         step_seconds: seconds of each step in which the model ran.
         step_calls: planned calls of the model in each of these steps.
-        kept: bytes of a stage's weights that the host kept on the device in its latest run.
+        kept: bytes of a stage's weights that the host held on the device in its latest run.
         paged: the part of ``kept`` that torch's allocator does not see, under dynamic VRAM.
         bounds: bytes to which ``paged`` was limited.
         sites: number of sites of each hook in the latest call of the model.
@@ -175,7 +175,7 @@ class PlanRecord:
     def weights_of(self, stage: str, patcher: Any, capacity: int) -> Iterator[None]:
         """Run ``stage`` within the block; of ``patcher``, dynamic VRAM holds up to ``capacity`` bytes of weights.
 
-        The bytes that the host kept are recorded."""
+        The bytes that the host held are recorded."""
         with bounded(patcher, capacity, lambda size: self.bounds.update({stage: size}), self.warn):
             yield
             self.kept[stage], self.paged[stage] = host.kept(patcher), paged(patcher)

@@ -12,7 +12,7 @@ import torch
 class StepClock:
     """Seconds of the steps in which a model ran.
 
-    The first of them waits for the first call of the model: weights are loaded before it. What others do at the end of
+    The first of them waits for the first call of the model: weights are loaded before it. What nodes do at the end of
     a step (previews) is in none.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What MkDocs builds beside docs/: pages made from the code, and files of the repository as pages (``mkdocs.yml``).
+"""What MkDocs builds besides docs/: pages made from the code, and files of the repository as pages (``mkdocs.yml``).
 
 Pages link to files of the repository where these lie, so that links work in a clone too; here links are turned to where
 the file is in the book.

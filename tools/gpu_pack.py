@@ -173,7 +173,7 @@ def _commit() -> bytes:
 
 
 def carried(folder: Path, most_bytes: int) -> Path:
-    """The tree with the wheels of ``folder`` in its gpu-pack/ and its commit in COMMIT, as one file beside ``folder``.
+    """The tree with the wheels of ``folder`` in its gpu-pack/ and its commit in COMMIT, as one file next to ``folder``.
 
     Raises:
         PackError: no checkout, or it has more than ``most_bytes``.

@@ -99,7 +99,7 @@ def _label_run(axes: Any, right: float) -> None:
 
 
 def draw_largest(axes: Any) -> None:
-    """The largest square pictures of SD1.5 on 8 GB: published of others, predicted of ours."""
+    """The largest square pictures of SD1.5 on 8 GB: published of other programs, predicted of ours."""
     rows = json.loads(LARGEST.read_text(encoding="utf-8"))
     others = sorted(((name, side) for name, (side, _) in PUBLISHED.items()), key=lambda item: item[1])
     ours = next(row["side"] for row in rows["rows"] if row["policy"] == "ours")

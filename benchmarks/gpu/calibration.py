@@ -58,7 +58,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"{rates['half_flops'] / 1e12:.3g} TFLOP/s in 16 bits, {rates['bandwidth'] / 1e9:.4g} GB/s of memory"
         yield f"copies at {rates['copy_bandwidth'] / 1e9:.3g} GB/s, {rates['launch_seconds'] * 1e6:.3g} us an operator"
     if overhead := found.get("overhead"):
-        yield f"beside tensors {sum(_mib(overhead).values()):.0f} MiB"
+        yield f"in addition to tensors {sum(_mib(overhead).values()):.0f} MiB"
     yield from not_run(rows, lambda row: _NAMES[row["what"]])
 
 
@@ -68,7 +68,7 @@ def _mib(overhead: dict[str, Any]) -> dict[str, float]:
 
 _UNITS = {"flops": (1e12, "TFLOP/s"), "bandwidth": (1e9, "GB/s"), "reading": (1e9, "GB/s"), "reordering": (1e9, "GB/s"),
           "bytes": (MIB, "MiB"), "seconds": (1e-3, "ms")}  # fmt: skip
-"""Units of values by the last word of their names; others are ratios."""
+"""Units of values by the last word of their names; all other values are ratios."""
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:

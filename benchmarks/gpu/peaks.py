@@ -61,7 +61,7 @@ def trial_peaks(device: str, cases: Sequence[Case], steps: int = 2) -> Iterator[
 
 
 def held_on(device: torch.device) -> int:
-    """Bytes of tensors that are still on the device; what the allocator kept besides is given back."""
+    """Bytes of tensors that are still on the device; what the allocator caches besides is freed."""
     gc.collect()
     if device.type != "cuda":
         return 0
@@ -142,7 +142,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "Plans at budgets from the least that works to the one of everything resident, two steps each. *Measured* is"
     yield "the largest `torch.cuda.max_memory_allocated` of any stage; cuBLAS' workspace, a part of the overhead, is"
     yield "taken off. *Within*: at most 5 % or 24 MiB above the measurement, 1 % or 8 MiB below it. *To reserve*: what"
-    yield "the plan says that the allocator needs of the card; *reserved*: what it had, which may be more. *Beside*:"
+    yield "the plan says that the allocator needs of the card; *reserved*: what it had, which may be more. *Overhead*:"
     yield "what the plan counts for context and libraries, as calibrated or, in brackets, by stated defaults. *Plan*:"
     yield "seconds until the plan was there and attached. *Host*: seconds until the calls of the models returned,"
     yield "Python's and torch's work and what they waited for; *device*: between the events around those calls, gaps"
@@ -177,7 +177,7 @@ _COLUMNS: Columns = (
     ("within", yes("within")),
     ("to reserve MiB", mib("predicted_reserved_bytes")),
     ("reserved MiB", mib("reserved_bytes")),
-    ("beside MiB", _beside),
+    ("overhead MiB", _beside),
     ("plan s", _seconds("plan_seconds")),
     ("host s", _seconds("host_seconds")),
     ("device s", _seconds("device_seconds")),

@@ -129,7 +129,7 @@ def _steps(pipe: Any, where: torch.device, case: Case) -> dict[str, Any]:
     except BudgetError:
         if "room_mib" not in case:
             raise
-        settings = {"offload": "layer"}  # less room than blocks can do with: the least that there is
+        settings = {"offload": "layer"}  # less memory than blocks need: the least that there is
         _place(pipe, where, side, case["way"], settings)
     return {"settings": settings, "weights_bytes": weights} | measured_steps(pipe, where, embeddings(pipe, where), side)
 

@@ -23,7 +23,7 @@ _MARKED = re.compile(r"^(pytestmark = |@)pytest\.mark\.gpu\b", re.MULTILINE)
 
 
 _WHOLE_MODELS = ("benchmarks", "gpu")
-"""Folders whose tests run whole models: last, so that all others have run where the time is short."""
+"""Folders whose tests run whole models: last, so that all other tests have run if the time is short."""
 
 
 def files() -> list[str]:

@@ -69,7 +69,7 @@ class StepInputs(NamedTuple):
         latents: (pictures, C, h, w), what the autoencoder decodes in the end, or as the denoiser packs them.
         timestep: of no dimension.
         text: (rows, tokens, width).
-        beside: (rows, c, h, w), channels that the denoiser is given behind the latents': a mask and the masked picture,
+        beside: (rows, c, h, w), input channels behind those of the latents: a mask and the masked picture,
             the picture to be edited, depth, or the small picture to be enlarged.
         joined: (rows, tokens, C), tokens of pictures to look at, given behind the latents', which are packed.
         labels: (rows,) of kinds or noise levels, or (rows, width).

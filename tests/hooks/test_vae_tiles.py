@@ -76,7 +76,7 @@ def test_exact_on_a_full_size_autoencoder() -> None:
 
 @functools.lru_cache
 def collage() -> tuple[Any, Tensor, Tensor, Tensor]:
-    """The demo autoencoder, a band of a real collage (higher than tiles of others), its moments and their decode."""
+    """The demo autoencoder, a band of a real collage (higher than foreign tiles), its moments and their decode."""
     import numpy
     from diffusers import AutoencoderKL
     from PIL import Image

@@ -1,4 +1,4 @@
-"""Our exact VAE Decode beside ComfyUI's own tiled one, in a real ComfyUI's process.
+"""Our exact VAE Decode next to ComfyUI's own tiled one, in a real ComfyUI's process.
 
 COMFYUI_DIR=... [COMFYUI_PYTHON=...] \\
 PYTHONPATH=.:tests/hosts python tests/hosts/comfyui_decodes.py [benchmarks/comfyui_decodes.md]

@@ -247,7 +247,7 @@ def test_live_previews_decode_beside_the_steps(
 
 @contextlib.contextmanager
 def looked_at(server: Server) -> Iterator[list[str]]:
-    """Within the block the page's picture of what is being made is asked for again and again; a picture is told when it
+    """Within the block the page's picture of what is being made is asked for again and again; a picture counts when it
     is another than before."""
     seen: list[str] = []
     done = threading.Event()

@@ -112,7 +112,7 @@ class Simulated:
 
 
 def rest_taken() -> list[torch.Tensor]:
-    """All room of this stream in segments that earlier tests of the process have left something in, as tables that
+    """All space of this stream in segments that earlier tests of the process have left something in, as tables that
     diffusers caches: while these tensors are there, a test has the card's own memory only."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 From a clone: ``PYTHONPATH=.:tests/support .venv-gpu/bin/python tests/simulated_gpu/plans_on_card.py``.
 
 Shapes only: all memory is taken by torch's own allocator and nothing is computed. Rows go to
-``benchmarks/plans_on_card.json``, and the table beside it, as they come; what is there is not run again.
+``benchmarks/plans_on_card.json``, and the table next to it, as they come; what is there is not run again.
 
 With ``OUT.json K N`` on a real card whose allocator is capped, everything computed: the K-th of N parts of all cases,
 so that several processes share them. ``OUT.json`` has what ``make gpu`` has calibrated.
@@ -78,11 +78,11 @@ MiB.
 _DRAWN = """
 *Reserved planned* holds a margin: of several orders in which operators may make their temporaries, the one that needs
 most. The first rows are drawn by a seed: sides of 264 to 1536 in steps of 8, batches, pictures to begin from,
-ControlNets, LoRAs; the others are listed. With a ControlNet a plan counts pictures and residuals that a caller holds
+ControlNets, LoRAs; the rest is listed. With a ControlNet a plan counts pictures and residuals that a caller holds
 on the card from step to step; at this commit a diffusers pipeline whose weights stream held them in host memory, hence
 up to a quarter less than planned.
 """
-_REAL_HEAD = """# Plans on an H100 kept to their size
+_REAL_HEAD = """# Plans on an H100 limited to their size
 
 Full-size models of random weights, everything computed, two steps and a decode. torch's allocator may take just the
 bytes that the plan says (`set_per_process_memory_fraction`), a plan by what was calibrated on this card; ten processes
@@ -91,9 +91,9 @@ Budgets from the least (0) to the plain model's (1); MiB. A plan that ran out we
 back or with a leaner plan, and said so.
 """
 _REAL_FOOT = """
-Of the seven that ran out, four had recorded passes: what libraries keep for the stream of a recording lay beside the
-decode, uncounted. Two began a step among segments that the step before had cut up, as nothing told them that a process
-kept to a part of a card is short. Both are mended since: shown on the simulated card, not run again here. The seventh,
+Of the seven that ran out, four had recorded passes: what libraries keep for the stream of a recording lay next to the
+decode, uncounted. Two began a step among segments cut up by the step before, as nothing showed that a process
+limited to a part of a card is short. Both are mended since: shown on the simulated card, not run again. The seventh,
 with a ControlNet, was not looked into; on the simulated card such a decode finds residuals scattered over segments.
 Peaks of least plans are up to 16 MiB above what is planned. In other runs' traces cuDNN takes 15 MiB for maps of some
 heights and widths, which calibration did not try and does since.
@@ -124,7 +124,7 @@ class Row(NamedTuple):
 
 
 class RealCard:
-    """A real card in the place of the simulated one: torch's allocator is kept from taking more than a size.
+    """A real card in the place of the simulated one: torch's allocator is limited to a size.
 
     Attributes:
         pinned, pinned_peak: unknown here.

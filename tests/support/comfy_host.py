@@ -218,7 +218,7 @@ class DynamicPatcher(Patcher):
 
 class Guider:
     """Samples with a MODEL as the host does: load within the sampling, all prompts in one call where the model's
-    estimate has room for them, at a scale of 1 only the positive ones, two steps.
+    estimate has memory for them, at a scale of 1 only the positive ones, two steps.
 
     Attributes:
         rows: of the calls of the latest sampling.

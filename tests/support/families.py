@@ -25,7 +25,7 @@ class Kind:
     Attributes:
         make: a new pipeline.
         options: what it is called with besides prompt, seed and steps.
-        sized: whether it is told width and height.
+        sized: True if it gets width and height.
     """
 
     make: Callable[[], Any]

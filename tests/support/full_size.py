@@ -1,7 +1,7 @@
 """The rows of test_families at the size of the real models: ``python tests/support/full_size.py SIDE [ROW...]``.
 
 For each row, or for all, prints one JSON object with the relative error of the picture, and the allocator's peak
-beside the planned one in MiB, with plenty of memory and with little. Random weights in float32, two steps, text
+next to the planned one in MiB, with plenty of memory and with little. Random weights in float32, two steps, text
 encoders of one layer. Takes minutes a row, and 5 GB of memory for SD1.5 or 12 GB for SDXL.
 """
 

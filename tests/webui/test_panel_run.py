@@ -733,7 +733,7 @@ def test_of_forges_flux_the_decode_is_planned_and_said_to_be(host: Any, capsys: 
 
 
 def test_a_budget_that_forge_does_not_keep_is_told_with_the_pictures(host: Any, capsys: Any) -> None:
-    """It keeps the whole model where there is room, beside a plan for layers that are fetched."""
+    """It keeps the whole model if that fits, next to a plan for layers that are fetched."""
     script = importlib.import_module("webui_ext.script").LowVRAMScript()
     script.is_img2img, host.sd_model, host.cmd_opts = False, moved({}), SimpleNamespace()
     for budget, kept in (("12MB", False), ("16GB", True)):

@@ -3,7 +3,7 @@
     python tools/demo/combinations.py --work WORK            # needs the archives of data.py, fetched the same way
 
 Derived of the pictures of the demo model: 24 things, their hue turned to one of 6, mirrored or not, in one of 4 halves
-of a 64x64 canvas, alone or two on one canvas. :func:`held_out` tells which combinations training never sees, whole or
+of a 64x64 canvas, alone or two on one canvas. :func:`held_out` says which combinations training never sees, whole or
 as one of two. WORK then holds what the other scripts here read, of training alone, and WORK/held.npz and held.json with
 the pictures and combinations of the test. The same archives give the same bits.
 """
@@ -126,7 +126,7 @@ def caption(parts: tuple[Combination, ...]) -> str:
 
 
 def write(work: Path, pictures: dict[str, Image.Image], alone: int, together: int, held: int) -> None:
-    """Write the pictures of training as data.py does, and beside them those of the test."""
+    """Write the pictures of training as data.py does, and next to them those of the test."""
     random = np.random.default_rng(0)
     kinds = {"": chosen(False, alone, together, random), "held": chosen(True, 1, held, random)}
     for name, all_parts in kinds.items():

@@ -2,7 +2,7 @@
 
     python tools/demo/folder.py --work WORK --out FOLDER
 
-FOLDER then has a PNG for each picture, on white, and beside it a text of the same name, a caption a line: each
+FOLDER then has a PNG for each picture, on white, and next to it a text of the same name, a caption a line: each
 of its names alone and with an article.
 """
 

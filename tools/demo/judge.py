@@ -3,7 +3,7 @@
     python tools/demo/judge.py --work WORK
 
 It sees real pictures of training alone, never one that a model drew and none of a combination that is held out, so
-that its score on the real held-out pictures, which is written beside, tells how far to trust it. Of a canvas of two
+that its score on the real held-out pictures, which is written with it, shows how far to trust it. Of a canvas of two
 things it sees one half at a time. WORK/judge.pt is a TorchScript of pictures (count, 3, 64, 64) of -1..1 to three
 tables of logits, and WORK/judge.json their words and its scores: on real held-out pictures, and on the same through
 the teacher's autoencoder, beyond which no UNet can come.
@@ -33,7 +33,7 @@ def trunk(channels: int) -> nn.Sequential:
 
 
 class Judge(nn.Module):
-    """What a thing is and where it stands is told without its colour: the judge, too, must not learn combinations."""
+    """What a thing is and where it stands is judged without its colour: the judge, too, must not learn combinations."""
 
     def __init__(self) -> None:
         super().__init__()

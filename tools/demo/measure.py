@@ -2,9 +2,9 @@
 
     python tools/demo/measure.py --work WORK [--out TABLE.md] [--sheet SHEET.png]
 
-What is measured is kept in WORK/measured, so that the same command goes on. Student number SEED and the teacher beside
-it draw each held-out picture once from the same noise, other noise for every SEED; the judge (`judge.py`) tells what
-the pictures show. Two rows are told to differ where every seed of one is above every seed of the other; of three seeds
+What is measured is stored in WORK/measured, so that the same command goes on. Student number SEED and the teacher with
+it draw each held-out picture once from the same noise, other noise for every SEED; the judge (`judge.py`) says what
+the pictures show. Two rows are said to differ if every seed of one is above every seed of the other; of three seeds
 each chance alone does that once in ten times.
 """
 

@@ -37,11 +37,11 @@ from sd_lowvram.commands.interrupts import stop_between_steps, terminated_as_int
 
 @dataclass(frozen=True)
 class Student:
-    """A cut of the teacher: what `prune` is told or, with ``blocks``, so many outer blocks of `base` in the teacher."""
+    """A cut of the teacher: what `prune` gets or, with ``blocks``, so many outer blocks of `base` in the teacher."""
 
     cut: tuple[str, ...] = ()
     blocks: int = 0
-    more: tuple[str, ...] = ()  # told to `distil`
+    more: tuple[str, ...] = ()  # arguments of `distil`
     trained: bool = True
 
 
@@ -65,7 +65,7 @@ STUDENTS = {
 
 TEACHER = "teacher"
 FIRST = ("base", "m2", "m1", "small", "tiny")
-"""All seeds of these come first, then all seeds of one of the others at a time: whenever training is ended for good,
+"""All seeds of these come first, then all seeds of one other at a time: whenever training is ended for good,
 the table has only students that were trained as often."""
 
 
@@ -153,7 +153,7 @@ def train(name: str, seed: int, args: argparse.Namespace) -> None:
         course(start, own / f"half-{seed}", 2 * seed, student, args)
         start = own / f"half-{seed}"
     course(start, own / f"trained-{seed}", 2 * seed + 1, student, args)
-    if name != "base":  # of which others begin
+    if name != "base":  # other trainings begin with it
         shutil.rmtree(own / f"half-{seed}")
 
 

@@ -4,7 +4,7 @@
         GPU_OUT=benchmarks/simulated GPU_SECONDS=3600
 
 Models have their full size, of which only shapes are computed, but for ``correctness``, which is about bits: it is
-computed, with narrow models. With ``SIMULATED_MODELS=narrow`` so are all others: the whole hour is rehearsed in some
+computed, with narrow models. With ``SIMULATED_MODELS=narrow`` all models are: the whole hour is rehearsed in some
 minutes. Seconds of the host are the processor's for Python and torch, simulated kernels taken off;
 all other seconds say nothing of any card. Tests that only a real card can pass are skipped, with their reason.
 """

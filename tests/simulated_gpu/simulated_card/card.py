@@ -83,7 +83,7 @@ class Card:
     def of_size(self, size: int, context: int = CONTEXT_BYTES) -> Iterator[None]:
         """Inside, the card has ``size`` bytes, of which the context takes some.
 
-        torch remembers a device's properties for as long as a process lives; what it tells of free memory, and where
+        torch remembers a device's properties for as long as a process lives; what it reports of free memory, and where
         it runs out, is this.
         """
         self._runtime.sim_card(size, context)

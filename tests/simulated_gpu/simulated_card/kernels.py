@@ -46,7 +46,7 @@ class Kernels:
     """The kernels of a card.
 
     Attributes:
-        workspace: what the convolution library takes beside inputs and output: nothing, for 16-bit maps in the plain
+        workspace: what the convolution library takes besides inputs and output: nothing, for 16-bit maps in the plain
             order copies of all of them in its own, or 128 MiB.
         attention_share: what cuDNN's attention takes for itself, over the bytes of its tensors.
         matrix_bytes: what the library for matrix products takes at its first one on a stream, and keeps until it is

@@ -2,7 +2,7 @@
 
 What orders them is what CUDA promises: a stream does one thing after the other, after all that the host had seen done
 when it asked; an event that is waited for brings what its stream had done when it was recorded. Each timeline carries a
-clock of what it knows of the others. So a race is found however the schedule happened to run, also where the bits came
+clock of what it knows of the rest. So a race is found however the schedule happened to run, also where the bits came
 out right.
 """
 
