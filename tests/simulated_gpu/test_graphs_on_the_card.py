@@ -115,8 +115,35 @@ def test_an_adapter_has_passes_recorded_anew(gpu: Any, pipe: Any) -> None:
     replays = gpu.card.replays
     with logged("recorded anew"):
         got = run(pipe, steps=8, callback_on_step_end=changing)
-    assert torch.equal(got, wanted) and gpu.card.replays == replays + 3 + 3
+    assert torch.equal(got, wanted) and gpu.card.replays == replays + 3 + 3 + 1  # the last: begun, and dropped
     sd_lowvram.restore(pipe)
+
+
+def test_a_replay_that_began_before_a_change_was_found_is_dropped(gpu: Any, pipe: Any) -> None:
+    """Settings and plain tensors are compared while the device works, addresses before."""
+    given = torch.zeros(1, 4, 8, 8, device=GPU), torch.tensor(5, device=GPU), torch.ones(1, 7, 32, device=GPU)
+    block, weight = pipe.unet.mid_block, pipe.unet.conv_out.weight
+    inner = block.forward
+    block.shift = torch.ones(1, device=GPU)
+    block.forward = lambda *args, **kwargs: inner(*args, **kwargs) * getattr(block, "scale", 1.0) + block.shift
+
+    def called() -> Tensor:
+        return pipe.unet(*given, return_dict=False)[0].clone()
+
+    changes = [
+        (1, lambda: setattr(block, "scale", 2.0)),
+        (1, lambda: setattr(block, "shift", torch.full((1,), 3.0, device=GPU))),
+        (0, lambda: setattr(weight, "data", weight.data * 2)),
+    ]
+    with torch.inference_mode(False), torch.no_grad(), attached(pipe.unet, GRAPHS, device=GPU):
+        for begun, change in changes:
+            first = [called() for _ in range(3)][-1]
+            change()
+            replays = gpu.card.replays
+            changed = called()
+            assert gpu.card.replays == replays + begun
+            assert not torch.equal(changed, first) and torch.equal(called(), changed)
+    del block.forward
 
 
 def test_a_listener_inside_is_called_at_every_step(gpu: Any, pipe: Any) -> None:
