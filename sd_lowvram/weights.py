@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -246,6 +247,19 @@ def needs_graph(module: nn.Module, *trees: Any) -> bool:
         return False
     tensors = (leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor))
     return any(tensor.requires_grad for tensor in (*tensors, *module.parameters()))
+
+
+def ordinary_mode() -> contextlib.AbstractContextManager[object]:
+    """A block that autograd does not record, and whose tensors are no inference tensors.
+
+    Nothing is entered where both are so already: two modes take longer than the bookkeeping of a streamed block.
+    """
+    if not torch.is_inference_mode_enabled() and not torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    modes = contextlib.ExitStack()
+    modes.enter_context(torch.inference_mode(False))
+    modes.enter_context(torch.no_grad())
+    return modes
 
 
 def cast_activations(tree: Any, dtype: torch.dtype) -> Any:

@@ -101,6 +101,11 @@ reused.
 """
 
 
+def stream_handle(index: int) -> int:
+    """CUDA's handle of the current stream of a device, without an object for it."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
 def writes(tensor: Tensor) -> int:
     """A number that rises when the tensor is written to in place. Tensors from inference mode have none."""
     return tensor._version

@@ -37,9 +37,9 @@ from ..memory.fake_mode import active_fake_mode
 from ..memory.segments import release_segments
 from ..memory.threads import place_of, turn
 from ..patches import Patch, set_patch, take_off, wrap
-from ..weights import needs_graph
+from ..weights import needs_graph, ordinary_mode
 from . import weight_scopes as lending
-from .copier import Copied, Copier
+from .copier import Copied, Copier, Moment
 from .device_io import look_up, refuse_unseen, run_at
 from .followed import exchange_weights
 from .host_weights import HostWeights
@@ -104,7 +104,7 @@ class Stream:
         self._layers: dict[int, Layer] = {}  # id(module) -> layer
         self._called: dict[str, None] = {}  # names of the layers called in this run, in order
         self._last: int | None = None  # the block entered last
-        self._room_taken: torch.cuda.Event | None = None  # recorded when the buffer was allocated
+        self._room_taken: Moment | None = None  # recorded when the buffer was allocated
         self._there: set[int] = set()  # blocks whose copy to the device was issued
         self._lent: dict[int, list[int]] = {}  # block -> versions of its tensors, which show the device now
         self._passing: set[int] = set()  # lent blocks that share bytes of the ring with others
@@ -112,7 +112,7 @@ class Stream:
         self._held: defaultdict[int, int] = defaultdict(int)  # block -> enclosing `repeated_calls` that need it
         self._barred: tuple[int, int] | None = None  # the next block to fetch, and the block that is in its way
         self._copied: dict[int, Copied | None] = {}  # block -> event after its copy
-        self._used: dict[int, torch.cuda.Event | None] = {}  # block -> event after its last use
+        self._used: dict[int, Moment | None] = {}  # block -> moment after its last use
 
     # Attaching
 
@@ -272,12 +272,17 @@ class Stream:
     # Fetching and evicting blocks
 
     def _enter(self, number: int) -> None:
-        """Bring a block to the device, lend it, and fetch ahead."""
+        """Note that a layer of a block runs, and bring the block to the device."""
         self._busy[number] += 1
         if lending.release_after_repeats(self, number, self._release):
             self._held[number] += 1
         if self._last == number and number in self._lent:
             return
+        with ordinary_mode():
+            self._bring(number)
+
+    def _bring(self, number: int) -> None:
+        """Bring a block to the device, take back those that are no longer in use, and fetch ahead."""
         self._last = number
         for other in [block for block in self._passing if block != number and not self._is_needed(block)]:
             self._leave(other)
@@ -367,7 +372,7 @@ class Stream:
         self._lent[number] = versions
         if number in self._layout.overlapping:
             self._passing.add(number)
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary_mode():
             for place in self._layout.places[number]:
                 place.tensor.data = place.view
                 versions.append(version(place.tensor))
@@ -379,7 +384,7 @@ class Stream:
             return
         places = self._layout.places[number]
         lending.give_back(place.tensor for place in places)
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary_mode():
             for place, before in zip(places, versions, strict=False):
                 if version(place.tensor) != before:
                     place.source.copy_(place.tensor.data)

@@ -37,7 +37,7 @@ from ..memory.host_offload import dense_order, inverse, is_pinned, unpin
 from ..memory.pinned import pinnable_bytes, pinned_empty, unlock_ended, whole_pages
 from ..memory.threads import pause_models
 from ..units import MIB
-from ..weights import all_tensors, as_copied, same_bits, set_data
+from ..weights import all_tensors, as_copied, ordinary_mode, same_bits, set_data
 from .mapped_files import MappedFiles, PastCache, can_read_past_cache
 from .schedule import align
 
@@ -119,21 +119,20 @@ class HostWeights:
         room = pinnable_bytes() if budget is None else min(pinnable_bytes() - budget.parked, budget.left)
         return sum(tensor.nbytes for tensor in tensors) <= room + self.pinned_bytes + self.held_bytes
 
-    def copy_to(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    def copy_to(self, source: Tensor, target: Tensor) -> None:
         """Copy what a tensor holds on the host into ``target`` on the device.
 
-        The copy runs on ``stream`` (None: the current one) and does not block, but for the time that the ring needs to
-        be filled: record an event on the stream before ``target`` is read.
+        The copy runs on the current stream and does not block, but for the time that the ring needs to be filled:
+        record an event on the stream before ``target`` is read.
 
         Args:
             source: the contents of a host weight: ``tensor.data`` outside of the time in which it is lent.
             target: of the same shape and type.
         """
-        with torch.no_grad(), torch.inference_mode(False):
+        with ordinary_mode():
             if self._ring is not None and self._is_slow(source) and (pair := _sort_dims(source, target)):
-                self._ring.copy(*pair, stream, self._past if self._is_on_disk(source) else None)
-                return
-            with _stream_context(stream):
+                self._ring.copy(*pair, self._past if self._is_on_disk(source) else None)
+            else:
                 target.copy_(source, non_blocking=self.device.type == "cuda")
 
     def pass_ring(self, sources: Iterable[Tensor]) -> bool:
@@ -330,15 +329,13 @@ class _Ring:
         self._turn = 0
         self.reader = ThreadPoolExecutor(1, "sd-lowvram-reader")
 
-    def copy(
-        self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None, past: PastCache | None = None
-    ) -> None:
+    def copy(self, source: Tensor, target: Tensor, past: PastCache | None = None) -> None:
         """Copy what :func:`_sort_dims` gives.
 
         Args:
             past: reads ``source`` from its file.
         """
-        with self._lock, _stream_context(stream):
+        with self._lock:
             for piece, place in _pieces(source, target):
                 turn = self._turn
                 self._turn = (turn + 1) % CHUNKS
@@ -452,7 +449,3 @@ def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         rows = max(1, len(target) * CHUNK_BYTES // target.nbytes)
         for parts in zip(source.split(rows), target.split(rows), strict=True):
             yield from _pieces(*parts)
-
-
-def _stream_context(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
