@@ -47,12 +47,14 @@ class HostedDenoiser(Denoiser):
             record.say(f"without effect, as {traced.name} runs unchanged: {', '.join(asked)}")
 
     def foresee_pixels(self, width: int, height: int, batch: int) -> None:
+        """Plan a picture of this size; if the model cannot be traced, report that there is no prediction."""
         try:
             super().foresee_pixels(width, height, batch)
         except PlanningError as error:
             self._untold(error)
 
     def foresee(self, width: int, height: int, batch: int, passes: int, frames: int = 1) -> Plan:
+        """Plan a call of this size by a trace, once."""
         asked = self._traced.given, width, height, batch, passes, frames
         if asked not in self._plans:
             make = self._node_request.plan
@@ -65,6 +67,7 @@ class HostedDenoiser(Denoiser):
         self.record.add("denoise", plan, self._traced.unet, self._node_request.budget)
 
     def outer_sample(self, executor: Any, noise: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run a sampling with the weights limited to the budget."""
         guider = executor.class_obj
         self._traced.given = given_by(getattr(guider, "conds", {}))
         try:

@@ -49,6 +49,7 @@ def warn_above(record: PlanRecord, stage: str) -> None:
 
 
 def needed_bytes(plan: Plan, name: str) -> int:
+    """Bytes of VRAM that a stage needs, with the driver's overhead."""
     return stage_of(plan, name).reserved_bytes + plan.predicted.overhead_bytes
 
 
@@ -58,6 +59,7 @@ def room_for_weights(plan: Plan, name: str) -> int:
 
 
 def fits(plan: Plan, name: str) -> bool:
+    """True if a stage is within the budget."""
     return needed_bytes(plan, name) <= plan.request.vram
 
 
@@ -188,6 +190,7 @@ def measured_peaks(record: PlanRecord) -> dict[str, int]:
 
 
 def stage_of(plan: Plan, name: str) -> StagePlan:
+    """The stage ``name`` of a plan."""
     return next(stage for stage in plan.stages if stage.name == name)
 
 

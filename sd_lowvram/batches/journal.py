@@ -140,6 +140,7 @@ class Journal:
             raise sqlite3.DatabaseError(verdict)
 
     def close(self) -> None:
+        """Close the database."""
         self._rows.close()
 
     @contextlib.contextmanager

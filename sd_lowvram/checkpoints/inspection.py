@@ -193,6 +193,11 @@ def pipeline_prefix(folder: Path) -> str:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
+    """Read ``model_index.json`` of a diffusers folder.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
     file = folder / "model_index.json"
     if not file.is_file():
         inside = ", ".join(sorted(part.name for part in folder.iterdir())[:5]) or "nothing"

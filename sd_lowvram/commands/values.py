@@ -104,6 +104,7 @@ class BoundedFile(io.FileIO):
     """Clamp read(size) to the file's length, so that a forged chunk size allocates nothing."""
 
     def read(self, size: int | None = -1, /) -> bytes:
+        """Read at most to the end of the file, whatever ``size`` is."""
         left = max(0, os.fstat(self.fileno()).st_size - self.tell())
         return super().read(left if size is None or size < 0 else min(size, left)) or b""
 

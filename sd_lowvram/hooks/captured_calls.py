@@ -43,6 +43,7 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
+        """Tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def run(self, leaves: list[Any] | None = None) -> Any:

@@ -32,9 +32,11 @@ class Map:
         self.data = reinterpret(self.data, dtype, 2)
 
     def load(self, rows: slice) -> Tensor:
+        """Return rows of the map."""
         return self.data[:, :, rows]
 
     def store(self, rows: slice, strip: Tensor) -> None:
+        """Write ``strip`` to these rows of the map."""
         self.data[:, :, rows].copy_(strip)
 
 

@@ -80,6 +80,7 @@ class Target:
 
     @property
     def on_gpu(self) -> bool:
+        """True if the plan is for a device that is not the CPU."""
         return self.device.type != "cpu"
 
     @property

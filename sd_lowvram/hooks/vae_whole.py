@@ -44,6 +44,7 @@ def vae_whole(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 
 def offers(target: Target) -> Iterator[Offer]:
+    """Offer the plain decode, which is the least only if the autoencoder cannot run by strips."""
     if target.anatomy.vae is not None:
         tiled = divides(target.anatomy.vae)
         yield Offer(OfferKind.INSTEAD, {"vae_tiles": "off"}, stages=("encode", "decode"), least=not tiled)

@@ -227,10 +227,12 @@ class Anatomy:
 
     @property
     def denoiser_module(self) -> nn.Module | None:
+        """The denoiser; None if there is none."""
         return self.components[self.denoiser] if self.denoiser else None
 
     @property
     def vae(self) -> nn.Module | None:
+        """The autoencoder; None if there is none."""
         return self.components[self.autoencoder] if self.autoencoder else None
 
     def config(self, component: str | None) -> Mapping[str, Any]:

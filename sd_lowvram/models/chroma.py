@@ -20,6 +20,7 @@ _WORDS = 512
 
 
 def is_transformer(module: Any) -> bool:
+    """True for Chroma's transformer."""
     return has(module, "x_embedder", "context_embedder", "distilled_guidance_layer", "single_transformer_blocks")
 
 

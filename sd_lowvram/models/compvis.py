@@ -65,11 +65,13 @@ def _follow_path(start: Any, *path: str) -> Any:
 
 
 def is_unet(module: Any) -> bool:
+    """True for a UNetModel of CompVis' code or of its descendants."""
     matches = has(module, "time_embed", "input_blocks", "middle_block", "output_blocks", "out")
     return matches and isinstance(module, nn.Module) and not support.is_of_video(module)
 
 
 def is_autoencoder(module: Any) -> bool:
+    """True for an autoencoder of CompVis' code or of its descendants."""
     if not (isinstance(module, nn.Module) and has(module, "encoder", "decoder", "encode", "decode")):
         return False
     if sees_frames(module):
@@ -78,6 +80,7 @@ def is_autoencoder(module: Any) -> bool:
 
 
 def is_attention(module: nn.Module) -> bool:
+    """True for an attention of a kind that is known."""
     return type(module).__name__ in (*_ATTENTIONS, *_MAP_ATTENTIONS) and attend_kind(module) is not None
 
 
@@ -89,6 +92,7 @@ def attend_kind(module: Any) -> str | None:
 
 
 def is_feed_forward(module: nn.Module) -> bool:
+    """True for a feed-forward layer."""
     net = getattr(module, "net", None)
     return type(module).__name__ == "FeedForward" and isinstance(net, nn.Sequential) and len(net) >= 2
 

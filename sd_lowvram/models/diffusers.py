@@ -145,6 +145,7 @@ is_transformer_block = having("norm1", "attn1", "norm2", "attn2", "norm3", "ff")
 
 
 def is_feed_forward(module: nn.Module) -> bool:
+    """True for a feed-forward layer of diffusers."""
     net = getattr(module, "net", None)
     return isinstance(net, nn.ModuleList) and len(net) >= 2 and hasattr(net[0], "proj")
 
@@ -280,11 +281,13 @@ def _upcasts(attention: Any) -> bool:
 
 
 def decode(vae: KLAutoencoder, latents: Tensor) -> Tensor:
+    """Decode unscaled latents to pixels."""
     pixels: Tensor = vae.decode(latents, return_dict=False)[0]
     return pixels
 
 
 def encode(vae: KLAutoencoder, pixels: Tensor) -> Tensor:
+    """Encode pixels to moments: mean and log-variance."""
     encoded = vae.encode(pixels)
     moments: Tensor = encoded.latents if hasattr(encoded, "latents") else encoded.latent_dist.parameters
     return moments

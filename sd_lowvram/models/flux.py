@@ -23,6 +23,7 @@ _READINGS = {"text_encoder": dit.Reading(77), "text_encoder_2": dit.Reading(512)
 
 
 def is_transformer(module: Any) -> bool:
+    """True for FLUX.1's transformer."""
     matches = has(module, "x_embedder", "context_embedder", "time_text_embed", "transformer_blocks", "proj_out")
     return matches and has(module, "single_transformer_blocks") and not hasattr(module, "distilled_guidance_layer")
 

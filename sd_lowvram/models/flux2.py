@@ -20,6 +20,7 @@ _WORDS = 512
 
 
 def is_transformer(module: Any) -> bool:
+    """True for FLUX.2's transformer."""
     return has(module, "x_embedder", "context_embedder", "time_guidance_embed", "double_stream_modulation_img")
 
 

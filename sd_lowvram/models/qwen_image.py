@@ -24,6 +24,7 @@ _READ = 1024 + 34
 
 
 def is_transformer(module: Any) -> bool:
+    """True for Qwen-Image's transformer."""
     matches = has(module, "img_in", "txt_in", "txt_norm", "time_text_embed", "transformer_blocks", "proj_out")
     return matches and hasattr(getattr(module, "pos_embed", None), "pos_freqs")  # ComfyUI has no such layer in its own
 

@@ -26,6 +26,7 @@ _READINGS = {
 
 
 def is_transformer(module: Any) -> bool:
+    """True for SD3's transformer."""
     matches = has(module, "pos_embed", "context_embedder", "time_text_embed", "transformer_blocks", "proj_out")
     return matches and hasattr(module.pos_embed, "cropped_pos_embed")
 

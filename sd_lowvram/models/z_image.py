@@ -24,6 +24,7 @@ _SHORTER = 32
 
 
 def is_transformer(module: Any) -> bool:
+    """True for Z-Image's transformer."""
     matches = has(module, "all_x_embedder", "cap_embedder", "noise_refiner", "context_refiner", "layers")
     return matches and module.siglip_embedder is None
 

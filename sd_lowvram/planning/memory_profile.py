@@ -58,14 +58,17 @@ class MeasuredRun:
 
     @property
     def peak_bytes(self) -> int:
+        """Most bytes of tensors in any stage."""
         return max((stage.peak_bytes for stage in self.stages), default=0)
 
     @property
     def reserved_bytes(self) -> int:
+        """Most bytes that the allocator reserved in any stage; 0 on a CPU."""
         return max((stage.reserved_bytes for stage in self.stages), default=0)
 
     @property
     def seconds(self) -> float:
+        """Seconds of all stages together."""
         return sum(stage.seconds for stage in self.stages)
 
     def as_dict(self) -> dict[str, Any]:

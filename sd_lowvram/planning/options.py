@@ -36,6 +36,7 @@ class Group:
 
     @property
     def choices(self) -> list[Choice]:
+        """All ways to run the stages, from the fastest tier on."""
         return [choice for tier in self.tiers for choice in tier]
 
     def goes_with(self, choice: Choice, base: Settings) -> bool:

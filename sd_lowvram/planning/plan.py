@@ -46,17 +46,25 @@ class StagePlan:
     """A stage of a plan: its bytes and its time (all denoising steps together).
 
     Attributes:
-        reserved_bytes: bytes that torch's allocator reserves, in segments, for ``peak_bytes`` of tensors and for the
-            libraries' workspaces.
+        reserved_bytes: what torch's allocator reserves for these tensors and the libraries' workspaces, in segments.
         held_bytes: bytes of device and host at one moment, which is what the allocator of a CPU counts.
         why: the reason why the stage is not faster.
         parked_bytes: the part of ``host_bytes`` that is maps. The rest is weights, which use as much of the budget as
-            is useful; ``least_host_bytes`` would be enough.
+            is useful.
         locked_bytes: the page-locked part of ``host_bytes``.
         unlocked_bytes: weights that are not page-locked, in memory or in the file, and are read when they are copied.
         slowdown: time of a step with its weights streamed, relative to all weights on the device.
-        disk_bytes: weights that are in no memory and are read from disk in every step, which waits ``disk_wait``
-            seconds for them.
+        disk_bytes: weights that are read from disk in every step, because they are in no memory.
+        name: "text", "control", "denoise", "decode" or "encode".
+        component: name of the component that runs.
+        peak_bytes: tensors on the device, weights included.
+        weights_bytes, activation_bytes: the parts of ``peak_bytes``.
+        host_bytes: weights and maps that wait in host memory.
+        largest_bytes: the largest single allocation.
+        seconds: of all calls of the stage.
+        choice: knobs that were chosen for the stage.
+        least_host_bytes: host memory that would be enough.
+        disk_wait: the seconds that a step waits for these reads.
     """
 
     name: str
@@ -103,6 +111,7 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
+        """Largest peak of all stages."""
         return max(stage.peak_bytes for stage in self.stages)
 
     @property
@@ -117,30 +126,37 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
+        """Seconds of all stages together."""
         return sum(stage.seconds for stage in self.stages)
 
     @property
     def host_bytes(self) -> int:
+        """Most bytes in host memory."""
         return max(stage.host_bytes for stage in self.stages)
 
     @property
     def least_host_bytes(self) -> int:
+        """Host memory that would be enough."""
         return max(stage.least_host_bytes for stage in self.stages)
 
     @property
     def locked_bytes(self) -> int:
+        """Most page-locked bytes."""
         return max(stage.locked_bytes for stage in self.stages)
 
     @property
     def unlocked_bytes(self) -> int:
+        """Most bytes of waiting weights that are not page-locked."""
         return max(stage.unlocked_bytes for stage in self.stages)
 
     @property
     def largest_bytes(self) -> int:
+        """Largest single allocation."""
         return max(stage.largest_bytes for stage in self.stages)
 
     @property
     def predicted(self) -> Predicted:
+        """Figures of the run as a whole."""
         return Predicted(
             peak_bytes=self.peak_bytes,
             reserved_bytes=self.worst.reserved_bytes,

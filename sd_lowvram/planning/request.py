@@ -57,6 +57,7 @@ class Request:
 
     @property
     def shape(self) -> Shape:
+        """Shape of the picture, for traces."""
         return Shape(self.width, self.height, self.batch, self.passes, self.frames)
 
     @property
@@ -69,6 +70,7 @@ class Request:
 
     @property
     def overhead_bytes(self) -> int:
+        """Bytes of the driver's context."""
         return self.overhead.context_bytes
 
 

@@ -19,6 +19,7 @@ _LEAST_ROOM = 0.02
 
 
 def title(plan: dict[str, Any]) -> str:
+    """Return the title: size, batch and steps."""
     request = plan["request"]
     return f"{request['width']}x{request['height']}, batch {request['batch']}, {request['steps']} steps"
 
@@ -58,6 +59,7 @@ def verdict(plan: dict[str, Any]) -> str:
 
 
 def is_slow(plan: dict[str, Any]) -> bool:
+    """True if the run takes so long that the plan says why."""
     return bool(plan["predicted"]["seconds"] >= LONG)
 
 

@@ -140,6 +140,7 @@ class StageCosts:
 
     @functools.cached_property
     def stages(self) -> list[Stage]:
+        """Stages of a run, in order."""
         return self._stages_of(self._anatomy)
 
     def weights(self, name: str, settings: Settings) -> Weights:

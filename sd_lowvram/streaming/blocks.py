@@ -46,6 +46,7 @@ class Block:
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
+        """Weights of the block's layers."""
         return tuple(tensor for layer in self.layers for tensor in layer.tensors)
 
     @functools.cached_property
@@ -76,6 +77,7 @@ class Blocks:
 
     @functools.cached_property
     def staying_bytes(self) -> int:
+        """Bytes of the layers that stay on the device."""
         return sum({id(t): place_bytes(t) for layer in self.staying for t in layer.tensors}.values())
 
     @functools.cached_property
