@@ -16,7 +16,7 @@ from .jobs import Task
 from .painter import model_key, plan_key
 
 
-def by_shape(tasks: Sequence[Task]) -> list[list[Task]]:
+def group_by_shape(tasks: Sequence[Task]) -> list[list[Task]]:
     """Group the tasks that one model and one plan can paint, in the order of the file.
 
     A missing size is that of the input picture; without an input picture it is the model's, and counts as different
@@ -40,4 +40,6 @@ def pictures_by_line(tasks: Sequence[Task], workers: int) -> dict[int, int]:
 
     Each of the ``workers`` paints jobs of one shape together, with its own plan. The number is its share, rounded down,
     at least one job's."""
-    return {task.line: max(1, len(alike) // workers) * task.job.batch for alike in by_shape(tasks) for task in alike}
+    return {
+        task.line: max(1, len(alike) // workers) * task.job.batch for alike in group_by_shape(tasks) for task in alike
+    }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..commands.exit_codes import as_typed
+from ..commands.exit_codes import name_options
 from ..commands.inputs import Job
 from ..commands.paint import checked_model, note_unknown_words, start_pictures
 from ..commands.pictures import check_writable
@@ -41,7 +41,7 @@ def check_files(tasks: Sequence[Task], *, here: bool) -> None:
             elif job.model is None or Path(job.model).exists():  # else where it is painted
                 checked_model(dataclasses.replace(job, device="cuda"), images)
         except LowVRAMError as error:
-            error.args = (f"line {task.line}: {as_typed(str(error))}",)
+            error.args = (f"line {task.line}: {name_options(str(error))}",)
             raise
     prompts = [f"{task.job.prompt} {task.job.negative}" for task in tasks if task.job.model is None]
     if prompts:

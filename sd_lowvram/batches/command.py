@@ -10,7 +10,7 @@ import typer
 from .. import doors
 from ..commands.exit_codes import exit_on_error
 from ..commands.inputs import RUN, Job, option
-from ..commands.knobs import with_fields, with_knobs
+from ..commands.knobs import add_field_options, add_knob_options
 from ..commands.values import check_count
 from ..errors import BadInputError
 from ..saved_latents.interval import parse_interval
@@ -18,8 +18,8 @@ from ..saved_latents.interval import parse_interval
 _MOST_TIMES = 1000
 
 
-@with_knobs
-@with_fields(Job, prompt="", output=None, memory_plot=None)
+@add_knob_options
+@add_field_options(Job, prompt="", output=None, memory_plot=None)
 def batch(
     jobs: Annotated[Path, typer.Argument(help="A .csv or .jsonl file whose columns are options of generate, or a .txt "
                                          "file with one prompt a line.", metavar="JOBS")],

@@ -10,23 +10,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..commands.exit_codes import as_typed
+from ..commands.exit_codes import name_options
 from ..commands.inputs import Job
 from ..commands.paint import start_pictures, start_size
 from ..commands.plan import plan_as_dict
 from ..errors import BudgetError
 from ..units import format_size, format_time
-from .alike import by_shape, pictures_by_line
+from .alike import group_by_shape, pictures_by_line
 from .jobs import Task
-from .journal import finished
+from .journal import finished_jobs
 
 
 def dry_run(tasks: Sequence[Task], folder: Path, as_json: bool) -> int:
     """Print a row for each shape; returns the exit code: that of a budget where one cannot hold its jobs."""
-    done, _ = finished(folder)
+    done, _ = finished_jobs(folder)
     waiting = [task for task in tasks if task.key not in done]
     pictures = pictures_by_line(tasks, workers=1)
-    rows = [_row(alike, pictures[alike[0].line]) for alike in by_shape(waiting)]
+    rows = [_row(alike, pictures[alike[0].line]) for alike in group_by_shape(waiting)]
     total = sum(row["seconds"] or 0 for row in rows)
     counts = {"jobs": len(tasks), "done": len(tasks) - len(waiting), "seconds": total}
     if as_json:
@@ -49,7 +49,7 @@ def _row(alike: Sequence[Task], pictures: int) -> dict[str, Any]:
     try:
         plan = _plan(job, width, height, pictures)
     except BudgetError as error:
-        return row | {"refused": as_typed(str(error))}
+        return row | {"refused": name_options(str(error))}
     size = {name: plan["request"][name] for name in ("width", "height")}
     predicted = plan["predicted"]
     peak = predicted["reserved_bytes"] + predicted["overhead_bytes"]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from ..commands.exit_codes import as_typed
+from ..commands.exit_codes import name_options
 from ..commands.inputs import SPLIT, Job, check_job
 from ..commands.knobs import command_line_knobs
 from ..commands.values import check_printable, check_text, checked_settings
@@ -97,7 +97,7 @@ def read_jobs(path: Path, base: Job, chosen: dict[str, Any]) -> list[Task]:
             errors.append(error)
             wrong.append(line)
     if errors:
-        raise BadInputError(f"{path}, line {wrong[0]}: {as_typed(str(errors[0]))}{_more(wrong[1:])}")
+        raise BadInputError(f"{path}, line {wrong[0]}: {name_options(str(errors[0]))}{_more(wrong[1:])}")
     if not tasks:
         raise BadInputError(f"{path} holds no jobs: write one prompt a line, or a table with the column prompt")
     _check_names(path, tasks)
@@ -199,7 +199,7 @@ def _objects(path: Path, text: str) -> Iterator[Row]:
         if not row.strip():
             continue
         try:
-            yield line, _without_repeats(json.loads(row, object_pairs_hook=_Pairs))
+            yield line, _refuse_repeats(json.loads(row, object_pairs_hook=_Pairs))
         except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())[:_SHOWN]
             raise BadInputError(f"{path}, line {line}: it is not a JSON object that can be read ({reason})") from error
@@ -209,7 +209,7 @@ class _Pairs(list[tuple[str, Any]]):
     """A JSON object as it is written, with duplicate names."""
 
 
-def _without_repeats(pairs: Any) -> dict[str, Any]:
+def _refuse_repeats(pairs: Any) -> dict[str, Any]:
     if not isinstance(pairs, _Pairs):
         raise ValueError("it is not an object")
     table = dict(pairs)
@@ -299,7 +299,7 @@ def _check_names(path: Path, tasks: Iterable[Task]) -> None:
             )
 
 
-def stated(job: Job) -> dict[str, Any]:
+def stated_options(job: Job) -> dict[str, Any]:
     """Options of ``job`` that are not the default, as plain values."""
     fields = [field for field in dataclasses.fields(Job) if field.name != "settings"]
     values = {field.name: getattr(job, field.name) for field in fields if getattr(job, field.name) != field.default}
@@ -309,5 +309,5 @@ def stated(job: Job) -> dict[str, Any]:
 
 def digest_of(job: Job) -> str:
     """Digest of everything that determines the pictures of ``job``."""
-    picture = {name: value for name, value in stated(job).items() if name not in _ELSEWHERE}
+    picture = {name: value for name, value in stated_options(job).items() if name not in _ELSEWHERE}
     return hashlib.sha256(json.dumps(picture, sort_keys=True).encode()).hexdigest()[:24]

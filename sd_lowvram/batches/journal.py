@@ -20,7 +20,7 @@ from typing import Any
 
 from ..commands.inputs import Job
 from ..errors import BadInputError
-from .jobs import Task, comparable, stated
+from .jobs import Task, comparable, stated_options
 from .marks import FinishedPicture, Found
 
 NAME = "journal.sqlite"
@@ -221,7 +221,7 @@ class Journal:
         return entry
 
     def _added(self, task: Task, job: Job, files: list[str], state: str) -> JournalEntry:
-        options = json.dumps(stated(job), ensure_ascii=False)
+        options = json.dumps(stated_options(job), ensure_ascii=False)
         values = (task.key, task.line, options, str(job.seed), json.dumps(files), state)
         row = self._rows.execute(
             "INSERT INTO jobs (key, line, options, seed, files, state) VALUES (?, ?, ?, ?, ?, ?)", values
@@ -307,7 +307,7 @@ def _summary(rows: sqlite3.Connection) -> list[dict[str, Any]]:
     return summaries
 
 
-def finished(folder: Path) -> tuple[set[str], list[dict[str, Any]]]:
+def finished_jobs(folder: Path) -> tuple[set[str], list[dict[str, Any]]]:
     """Keys of the finished jobs in the journal of ``folder``, and all its jobs as plain values; empty without a
     journal.
 

@@ -69,7 +69,7 @@ def tidy(folder: Path) -> None:
         (folder / _FOLDER).rmdir()
 
 
-def begun(place: JobLatents, job: Job, images: dict[str, Any], device: torch.device) -> Begun | None:
+def read_begun(place: JobLatents, job: Job, images: dict[str, Any], device: torch.device) -> Begun | None:
     """Return the saved state of a job, if it can be resumed.
 
     Unusable latents, and the step from which the job resumes, are logged.

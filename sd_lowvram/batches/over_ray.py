@@ -142,7 +142,7 @@ class Actors:
         self._stack = contextlib.ExitStack()
         # Ray writes to standard output when a worker dies; our own message reports that.
         self._stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        self._ray = _imported(self._own)
+        self._ray = _import_ray(self._own)
         self._connect(where, wanted or 1)
         cards, machines = self._cluster()
         self._size = wanted or cards or machines
@@ -294,7 +294,7 @@ def _check_version(name: str, version: str) -> None:
         raise BadInputError(f"{name} has sd-lowvram {version}, and this machine {__version__}: install the same on all")
 
 
-def _imported(own: bool) -> Any:
+def _import_ray(own: bool) -> Any:
     """Import Ray with usage reports off and authentication on."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if own:  # at 127.0.0.1, and even there to nobody else: whoever can speak to a cluster can run any program on it

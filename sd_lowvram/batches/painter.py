@@ -18,20 +18,20 @@ from ..commands.paint import (
     Precaution,
     kernels_before,
     load,
-    optimized,
     parameters,
+    plan_job,
     plan_of,
     run,
     safety_of,
     schedule,
-    sized,
+    size_job,
     start_pictures,
 )
 from ..commands.pictures import output_paths, parameters_text, png_of
 from ..errors import BudgetError
 from ..progress import happened, heard
 from ..saved_latents.file import ENDING
-from .latents import Begun, JobLatents, begun
+from .latents import Begun, JobLatents, read_begun
 from .marks import CHUNK, FinishedPicture, mark_of, thumbnail
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ class Painter:
         console = Console(quiet=True)
         images = start_pictures(job)
         self._load(job)
-        job = sized(self._with_share(job), self._pipe, images)
+        job = size_job(self._with_share(job), self._pipe, images)
         assert self._device is not None
-        before = begun(place, job, images, self._device) if place else None
+        before = read_begun(place, job, images, self._device) if place else None
         # One of its own, as a scheduler keeps something of the run before.
         self._pipe.scheduler = type(self._scheduler).from_config(self._scheduler.config)
         schedule(job, self._pipe)
@@ -152,7 +152,7 @@ class Painter:
         if self._planned != wanted:
             self._planned = None
             restore(self._pipe)  # what is free is free of the weights, too
-            optimized(job, self._pipe, self._device, console, pictures)
+            plan_job(job, self._pipe, self._device, console, pictures)
             self._planned = wanted
 
     def _with_share(self, job: Job) -> Job:

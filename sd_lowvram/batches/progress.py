@@ -163,7 +163,7 @@ def _trouble(event: JobEvent) -> str:
 
 
 @contextlib.contextmanager
-def shown(progress: Progress, *, quiet: bool, silent: bool) -> Iterator[Any]:
+def show_progress(progress: Progress, *, quiet: bool, silent: bool) -> Iterator[Any]:
     """Yield the function to call with each event: a live table if standard output is a terminal, else lines.
 
     Args:

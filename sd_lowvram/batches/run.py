@@ -25,10 +25,10 @@ from .crew import Alone, Crew
 from .driver import work
 from .jobs import Task, read_jobs
 from .journal import NAME as JOURNAL
-from .journal import JobChanges, Journal, finished, is_damaged
+from .journal import JobChanges, Journal, finished_jobs, is_damaged
 from .latents import tidy
 from .processes import Processes, places
-from .progress import Progress, shown
+from .progress import Progress, show_progress
 from .sheet import NAME, write_sheet
 
 _NAMED = 8
@@ -70,11 +70,11 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
     try:
         check_place(wanted.out)
     except OutputError:
-        done, jobs = finished(wanted.out)
+        done, jobs = finished_jobs(wanted.out)
         if not {task.key for task in tasks} <= done:
             raise
-        return _ended(Progress([], len(tasks)), JobChanges(), jobs, wanted)
-    with _damage_told(wanted.out), contextlib.closing(Journal(wanted.out)) as journal:
+        return _report_end(Progress([], len(tasks)), JobChanges(), jobs, wanted)
+    with _report_damage(wanted.out), contextlib.closing(Journal(wanted.out)) as journal:
         sweep(wanted.out)  # nobody else is at work here: the journal is this process's
         if journal.set_aside is not None:
             note(f"{wanted.out / JOURNAL} was damaged and lies in {journal.set_aside.name}: a new one is started")
@@ -85,7 +85,7 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
             if entries:
                 with (
                     terminated_as_interrupted(),
-                    shown(progress, quiet=wanted.quiet, silent=wanted.as_json) as tell_of,
+                    show_progress(progress, quiet=wanted.quiet, silent=wanted.as_json) as tell_of,
                     _crew(wanted) as crew,
                 ):
                     pictures = pictures_by_line(tasks, crew.size)
@@ -99,11 +99,11 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
         finally:
             tidy(wanted.out)
             write_sheet(wanted.out, wanted.jobs.stem, journal)
-        return _ended(progress, changes, journal.summary(), wanted)
+        return _report_end(progress, changes, journal.summary(), wanted)
 
 
 @contextlib.contextmanager
-def _damage_told(folder: Path) -> Iterator[None]:
+def _report_damage(folder: Path) -> Iterator[None]:
     """Turn damage of the journal during the batch into BadInputError; other errors of SQLite pass."""
     try:
         yield
@@ -134,7 +134,7 @@ def _crew(wanted: Wanted) -> Iterator[Crew]:
 def _tell_changes(changes: JobChanges, jobs: Path, done: int) -> None:
     """Report differences from the last run, if there was one."""
     if changes.found:
-        note(f"found, and taken up without a journal: {_some(changes.found)}")
+        note(f"found, and taken up without a journal: {_name_some(changes.found)}")
     if changes.first:
         return
     if done:
@@ -144,21 +144,21 @@ def _tell_changes(changes: JobChanges, jobs: Path, done: int) -> None:
     if changes.gone:
         note(f"gone from {jobs}: what was {_lines(changes.gone)}; their pictures stay")
     if changes.missing:
-        note(f"missing, and made again: {_some(changes.missing)}")
+        note(f"missing, and made again: {_name_some(changes.missing)}")
     if changes.edited:
-        note(f"changed since, and left as they are: {_some(changes.edited)}; delete one to have it made again")
+        note(f"changed since, and left as they are: {_name_some(changes.edited)}; delete one to have it made again")
 
 
 def _lines(numbers: Sequence[int]) -> str:
-    return f"line{'s' if len(numbers) > 1 else ''} {_some(numbers)}"
+    return f"line{'s' if len(numbers) > 1 else ''} {_name_some(numbers)}"
 
 
-def _some(things: Sequence[object]) -> str:
+def _name_some(things: Sequence[object]) -> str:
     more = f" and {len(things) - _NAMED} more" if len(things) > _NAMED else ""
     return ", ".join(map(str, things[:_NAMED])) + more
 
 
-def _ended(progress: Progress, changes: JobChanges, jobs: list[dict[str, Any]], wanted: Wanted) -> int:
+def _report_end(progress: Progress, changes: JobChanges, jobs: list[dict[str, Any]], wanted: Wanted) -> int:
     """Report how the batch ended; return the exit code of the first job that failed."""
     if wanted.as_json:
         summary: dict[str, Any] = {"folder": str(wanted.out), "sheet": NAME, "seconds": round(progress.seconds, 3)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoints.load_autoencoder import load_autoencoder
 from ..errors import BadInputError
 from ..saved_latents.file import ENDING, Saved
-from ..saved_latents.hosted import Hosted, hosted_of
+from ..saved_latents.hosted import Hosted, read_hosted
 from .pictures import check_writable, png_of, save_png
 from .values import LARGEST_SIDE, checked_settings
 
@@ -22,7 +22,7 @@ _FACTOR = 8
 """Pixels to a side of a latent pixel, in all that hosts decode with our nodes and panel."""
 
 
-def decoded(path: Path, saved: Saved, asked: dict[str, Any], keep: bool, console: Console) -> dict[str, Any]:
+def decode_file(path: Path, saved: Saved, asked: dict[str, Any], keep: bool, console: Console) -> dict[str, Any]:
     """Decode ``path`` to pictures next to it; return plain values for ``--json``.
 
     Args:
@@ -33,7 +33,7 @@ def decoded(path: Path, saved: Saved, asked: dict[str, Any], keep: bool, console
     """
     from .show import loading
 
-    hosted, model, files = foretold(path, saved, asked)
+    hosted, model, files = locate_files(path, saved, asked)
     height, width = (side * _FACTOR for side in hosted.latents.shape[2:])
     check_writable(files[0], len(files) * (width * height * 4 + (64 << 10)))
     console.print(
@@ -42,7 +42,7 @@ def decoded(path: Path, saved: Saved, asked: dict[str, Any], keep: bool, console
     )
     begun = time.perf_counter()
     with loading(console, model):
-        vae = _checked(path, hosted, load_autoencoder(model, _float32()))
+        vae = _check(path, hosted, load_autoencoder(model, _float32()))
     loaded = time.perf_counter()
     with console.status("decoding"):
         pictures = _pictures(vae, hosted.latents, asked)
@@ -61,11 +61,11 @@ def decoded(path: Path, saved: Saved, asked: dict[str, Any], keep: bool, console
     }
 
 
-def foretold(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Hosted, Path, list[Path]]:
+def locate_files(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Hosted, Path, list[Path]]:
     """Contents of ``path``, the path of its autoencoder, and the files for its pictures.
 
-    Arguments and errors as for :func:`decoded`."""
-    hosted = hosted_of(path, saved)
+    Arguments and errors as for :func:`decode_file`."""
+    hosted = read_hosted(path, saved)
     model = _model_of(path, hosted, asked)
     height, width = (side * _FACTOR for side in hosted.latents.shape[2:])
     if max(height, width) > LARGEST_SIDE:
@@ -100,7 +100,7 @@ def _float32() -> torch.dtype:
     return torch.float32
 
 
-def _checked(path: Path, hosted: Hosted, vae: Any) -> Any:
+def _check(path: Path, hosted: Hosted, vae: Any) -> Any:
     channels, wanted = hosted.latents.shape[1], vae.config.latent_channels
     if channels != wanted:
         raise BadInputError(f"{path} holds latents of {channels} channels, and this autoencoder has {wanted}")

@@ -42,11 +42,11 @@ def doctor(
         where = Path(model or ".").resolve()
         if not where.exists():
             raise BadInputError(f"--model {model} does not exist: give a folder or a file on the disk")
-        from .examination import calibrated, disk_of, examine
+        from .examination import calibrate_machine, disk_of, examine
 
         machine = examine(probe=not calibrate) | {"disk": disk_of(where, calibrate)}
         if calibrate:
-            machine["calibration"] = calibrated()
+            machine["calibration"] = calibrate_machine()
         if as_json:
             print(json.dumps(machine, indent=2))
         else:

@@ -68,7 +68,7 @@ def disk_of(path: Path, again: bool) -> dict[str, Any]:
     return {"path": str(path), "rate": disk_rate(path, again)}
 
 
-def calibrated() -> dict[str, Any]:
+def calibrate_machine() -> dict[str, Any]:
     """The machine's rates, and on a GPU its overhead, measured now and remembered for plans. Bytes and seconds."""
     device = default_device()
     return {what: measure(device) for what, measure in MEASURED.items()}

@@ -42,7 +42,7 @@ def exit_on_error(debug: bool = False) -> Iterator[None]:
 def code_and_message(error: Exception) -> tuple[int, str]:
     """The exit code for ``error``, and a sentence."""
     if isinstance(error, LowVRAMError):
-        return error.exit_code, as_typed(str(error))
+        return error.exit_code, name_options(str(error))
     if host_ran_out(error):
         return BUDGET, f"RAM is full: give a smaller --ram or picture ({error})"
     if isinstance(error, OSError):
@@ -82,7 +82,7 @@ _FITS_ALL = 'pip install "diffusers==0.31.*" "transformers==4.46.*", which run o
 """The pair of ``make test-oldest``."""
 
 
-def as_typed(message: str) -> str:
+def name_options(message: str) -> str:
     """``message`` with the knobs in it as the command line writes them: --vae-tiles for vae_tiles."""
     compound = [name for name in knobs() if "_" in name]
     return re.sub(rf"(?<![\w-])({'|'.join(compound)})\b", lambda match: "--" + match[1].replace("_", "-"), message)

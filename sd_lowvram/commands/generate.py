@@ -14,14 +14,14 @@ from ..saved_latents.interval import parse_interval
 from ..units import format_size, format_time
 from .exit_codes import exit_on_error
 from .inputs import RUN, Job, check_job, option
-from .knobs import with_fields, with_knobs
+from .knobs import add_field_options, add_knob_options
 from .previews import check_preview
 from .things import show_things
 from .values import checked_settings
 
 
-@with_knobs
-@with_fields(Job)
+@add_knob_options
+@add_field_options(Job)
 def generate(
     context: typer.Context,
     job: Job,

@@ -19,7 +19,7 @@ def usual_guidance(pipe: Any) -> float:
     return float(_takes(pipe)[_scale_of(pipe)].default)
 
 
-def guided_by(job: Job, pipe: Any) -> dict[str, Any]:
+def guidance_arguments(job: Job, pipe: Any) -> dict[str, Any]:
     """The arguments of a call of ``pipe`` that come from the guidance scale and the negative prompt.
 
     FLUX.1 has guidance embedded, FLUX.2 Klein guides by an empty prompt, and Qwen-Image only where there is a negative

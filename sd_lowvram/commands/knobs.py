@@ -23,14 +23,14 @@ def command_line_knobs() -> dict[str, Knob]:
     return {name: knob for name, knob in knobs().items() if "cli" in knob.surfaces}
 
 
-def with_knobs(command: Command) -> Command:
+def add_knob_options(command: Command) -> Command:
     """Replace the ``settings`` parameter of ``command``, a dictionary, by one option for each knob, which ``--help``
     passes over, and add ``--help-all``, which does not."""
     kind = inspect.Parameter.KEYWORD_ONLY
     shown = command_line_knobs().items()
     options = [inspect.Parameter(_HELP_ALL, kind, default=False, annotation=_EVERYTHING)]
     options += [inspect.Parameter(name, kind, default=None, annotation=_annotation(name, knob)) for name, knob in shown]
-    return _unfolded(command, name="settings", options=options, make=_values)
+    return _replace_parameter(command, name="settings", options=options, make=_values)
 
 
 def _values(**values: Any) -> dict[str, Any]:
@@ -61,15 +61,15 @@ _EVERYTHING = Annotated[
 ]
 
 
-def with_fields(kind: type, **fixed: Any) -> Callable[[Command], Command]:
+def add_field_options(kind: type, **fixed: Any) -> Callable[[Command], Command]:
     """Replace the ``job`` parameter of a command, which is of this dataclass, by its fields that say how they are typed
     (``Annotated``); those that are ``fixed`` are not asked for."""
     fields = inspect.signature(kind, eval_str=True).parameters.values()
     options = [field for field in fields if hasattr(field.annotation, "__metadata__") and field.name not in fixed]
-    return functools.partial(_unfolded, name="job", options=options, make=functools.partial(kind, **fixed))
+    return functools.partial(_replace_parameter, name="job", options=options, make=functools.partial(kind, **fixed))
 
 
-def _unfolded(
+def _replace_parameter(
     command: Command, *, name: str, options: Sequence[inspect.Parameter], make: Callable[..., Any]
 ) -> Command:
     """``command`` with ``options`` in place of its parameter ``name``, which ``make`` makes of them."""

@@ -25,7 +25,7 @@ from ..policies.named import POLICIES, check_policy
 from ..saved_latents.file import Saved
 from ..saved_latents.interval import Interval
 from .early import check_floor, known_budget
-from .guidance import check_calls, check_scheduler, guided_by, is_guided, takes_size, usual_guidance
+from .guidance import check_calls, check_scheduler, guidance_arguments, is_guided, takes_size, usual_guidance
 from .inputs import DEMO_GUIDANCE, Job
 from .interrupts import heed_interrupts, terminated_as_interrupted
 from .latents import about_run, pictures_as_tensors, place_of
@@ -80,10 +80,10 @@ def paint(
     """
     files = output_paths(job.output, job.batch, job.seed or 0)
     note_unknown_words(job)
-    return finished(job, start_pictures(job), files, console, precaution or Precaution(), preview)
+    return finish(job, start_pictures(job), files, console, precaution or Precaution(), preview)
 
 
-def finished(
+def finish(
     job: Job,
     images: dict[str, Any],
     files: list[Path],
@@ -104,14 +104,14 @@ def finished(
         schedule(job, pipe)
     heed_interrupts()
     loaded = time.perf_counter()
-    job = sized(job, pipe, images)
+    job = size_job(job, pipe, images)
     _note_size(job)
     check_writable(files[0], job.batch * ((job.width or 0) * (job.height or 0) * 4 + (64 << 10)))
     shown = previews(pipe, job, preview, files, console)  # a map of colours is fitted while all weights are here
-    plan = optimized(job, pipe, device, console)
+    plan = plan_job(job, pipe, device, console)
     planned = time.perf_counter()
     safety = safety_of(job, pipe, images, files, precaution)
-    with _latents_told(safety.path), shown:
+    with _report_latents(safety.path), shown:
         pictures, taken = measured_run(job, pipe, plan, lambda: run(job, pipe, images, console, safety))
         plan = plan_of(pipe)  # a leaner one, where the device ran out of memory
         values = parameters(job, pipe, plan, kernels_before(precaution.start))
@@ -158,7 +158,7 @@ def kernels_before(start: Saved | None) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _latents_told(path: Path) -> Iterator[None]:
+def _report_latents(path: Path) -> Iterator[None]:
     """Add to an error in the block the name of the file from which the run resumes, if there is one."""
     try:
         with terminated_as_interrupted():
@@ -266,7 +266,7 @@ def schedule(job: Job, pipe: Any) -> None:
         raise BadInputError(f"--steps {job.steps} is not for the scheduler {sampler}: {reason}") from error
 
 
-def sized(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
+def size_job(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
     """``job`` with its size: as stated, else that of the picture to start from, else the model's own."""
     from ..models.latents import own_size
     from ..session import anatomy_of
@@ -283,7 +283,7 @@ def sized(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
     )
 
 
-def optimized(job: Job, pipe: Any, device: torch.device, console: Console, pictures: int = 1) -> Any:
+def plan_job(job: Job, pipe: Any, device: torch.device, console: Console, pictures: int = 1) -> Any:
     """Plan ``job`` and equal jobs, ``pictures`` in all; print and attach the plan."""
     from .. import optimize
     from .. import plan as foretold
@@ -313,7 +313,7 @@ def run(job: Job, pipe: Any, images: dict[str, Any], console: Console, safety: S
     import torch
     from PIL import Image
 
-    from ..saved_latents.keeping import kept
+    from ..saved_latents.keeping import keep_latents
     from .show import Bars
 
     size = (job.width or 0, job.height or 0)
@@ -324,21 +324,22 @@ def run(job: Job, pipe: Any, images: dict[str, Any], console: Console, safety: S
         extra |= {"width": size[0], "height": size[1]}
     # On the CPU, so that a seed means the same picture on every device.
     seeds = [torch.Generator("cpu").manual_seed(((job.seed or 0) + n) % 2**64) for n in range(job.batch)]
-    keeping = kept(pipe, seeds, safety) if safety else contextlib.nullcontext()
+    keeping = keep_latents(pipe, seeds, safety) if safety else contextlib.nullcontext()
     with drawn_in_float32(), Bars(console, shown=not console.quiet).running() as bars, keeping as keeper:
         result = pipe(
-            prompt=[job.prompt] * job.batch, generator=seeds, num_inference_steps=job.steps, **guided_by(job, pipe),
-            callback_on_step_end=_after_step(job.steps_run, bars.update, keeper), **extra,
+            prompt=[job.prompt] * job.batch, generator=seeds, num_inference_steps=job.steps,
+            **guidance_arguments(job, pipe),
+            callback_on_step_end=_step_callback(job.steps_run, bars.update, keeper), **extra,
         )  # fmt: skip
     heed_interrupts()
     return list(result.images)
 
 
-def _after_step(
+def _step_callback(
     steps: int, update: Callable[[str, int, int], None], keeper: Keeper | None
 ) -> Callable[..., dict[str, Any]]:
     """A pipeline's callback: moves the bar, keeps the latents, and stops where they are no numbers any more."""
-    from ..saved_latents.keeping import not_finite
+    from ..saved_latents.keeping import nan_error
 
     update("steps", 0, steps)
 
@@ -348,7 +349,7 @@ def _after_step(
         if keeper:
             values = keeper.after(step + 1, values)
         elif not values["latents"].isfinite().all():
-            raise not_finite(done, steps)
+            raise nan_error(done, steps)
         heed_interrupts()
         update("steps", done, steps)
         return values
@@ -372,7 +373,7 @@ def parameters(job: Job, pipe: Any, plan: Any, kernels: dict[str, int] | None = 
         kernels: the attention kernels of an earlier part of the run, with counts.
     """
     from ..files.version import __version__
-    from .show import decided
+    from .show import decided_knobs
 
     sampler, schedule = label_of(pipe.scheduler)
     # The most used first; where the hook was not attached, torch chose.
@@ -387,7 +388,7 @@ def parameters(job: Job, pipe: Any, plan: Any, kernels: dict[str, int] | None = 
         "Model": "sd-lowvram demo" if job.model is None else Path(job.model).stem,
         "Denoising strength": None if job.strength is None else f"{job.strength:g}",
         "RNG": "CPU",
-        "Low VRAM plan": ", ".join(f"{name}={value}" for name, value in decided(plan)) or None,
+        "Low VRAM plan": ", ".join(f"{name}={value}" for name, value in decided_knobs(plan)) or None,
         "Low VRAM ran out": " + ".join(step.name for step in plan.fallback_steps) or None,
         "Low VRAM attention": " + ".join(attention) or "torch",
         "Version": f"sd-lowvram {__version__}",

@@ -37,11 +37,11 @@ def parameters_text(prompt: str, negative: str, values: Mapping[str, Any]) -> st
 
     Values that hold a comma, a colon or a line break are written as JSON strings; None is left out.
     """
-    pairs = ", ".join(f"{key}: {_quoted(value)}" for key, value in values.items() if value is not None)
+    pairs = ", ".join(f"{key}: {_quote(value)}" for key, value in values.items() if value is not None)
     return "\n".join([prompt, *([f"Negative prompt: {negative}"] if negative else []), pairs])
 
 
-def _quoted(value: Any) -> str:
+def _quote(value: Any) -> str:
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if any(mark in text for mark in ",:\n") else text
 
@@ -86,7 +86,7 @@ def check_writable(path: Path, size: int) -> None:
             with temporary_beside(path) as (file, _):
                 _reserve(file, size)
     except OSError as error:
-        raise _as_output_error(path, size, error) from error
+        raise _output_error(path, size, error) from error
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def _full(path: Path, size: int, free: int) -> str:
     )
 
 
-def _as_output_error(path: Path, size: int, error: OSError) -> OutputError:
+def _output_error(path: Path, size: int, error: OSError) -> OutputError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         reason = (error.strerror or "full").lower()
         return OutputError(
@@ -157,7 +157,7 @@ def save_png(data: bytes, path: Path) -> Path:
     try:
         write_whole(data, target)
     except OSError as error:
-        failure = _as_output_error(path, len(data), error)
+        failure = _output_error(path, len(data), error)
         rescue = Path(tempfile.gettempdir()) / f"sd-lowvram-{os.getpid()}-{path.name[-40:]}"
         try:
             write_whole(data, rescue)

@@ -21,14 +21,14 @@ from .early import check_floor
 from .exit_codes import exit_on_error
 from .inputs import RAM, split_or
 from .interrupts import heed_interrupts
-from .knobs import with_knobs
+from .knobs import add_knob_options
 from .values import MOST_STEPS, check_count, check_given, check_run, checked_settings
 
 if TYPE_CHECKING:
     from .plan_cache import Answer
 
 
-@with_knobs
+@add_knob_options
 def plan(
     model: Annotated[
         str | None,

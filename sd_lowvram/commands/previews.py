@@ -41,22 +41,22 @@ def previews(
         raise BadInputError(f"--preview is not for {type(pipe).__name__} yet: leave it out")
     from ..checkpoints.fingerprint import fingerprint
     from ..checkpoints.inspection import model_path
-    from ..previews.colours import colours_of, of_the_demo
+    from ..previews.colours import colours_of, demo_colours
 
     if job.model is None:
-        return _written(pipe, every, of_the_demo(), files)
+        return _write_previews(pipe, every, demo_colours(), files)
     with console.status("fitting colours of previews"):
         colours = colours_of(pipe.vae, functools.partial(fingerprint, model_path(job.model)))
-    return _written(pipe, every, colours, files)
+    return _write_previews(pipe, every, colours, files)
 
 
 @contextlib.contextmanager
-def _written(pipe: Any, every: int, colours: Colours, files: list[Path]) -> Iterator[None]:
-    from ..previews.prediction import predicted
+def _write_previews(pipe: Any, every: int, colours: Colours, files: list[Path]) -> Iterator[None]:
+    from ..previews.prediction import show_predictions
 
     places = [file.with_suffix(".preview.png") for file in files]
     try:
-        with predicted(pipe, every, functools.partial(_write, pipe.vae_scale_factor, colours, places)):
+        with show_predictions(pipe, every, functools.partial(_write, pipe.vae_scale_factor, colours, places)):
             yield
     finally:
         for place in places:

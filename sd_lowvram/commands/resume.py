@@ -70,20 +70,20 @@ def resume(
         asked = {name: value for name, value in options.items() if value}
         console = Console(stderr=True, quiet=quiet or as_json)
         for file in files:
-            print_result(_gone_on(file, {**asked, "allow_pickle": allow_pickle}, keep_latents, console), as_json, quiet)
+            print_result(_resume(file, {**asked, "allow_pickle": allow_pickle}, keep_latents, console), as_json, quiet)
 
 
-def _gone_on(path: Path, asked: dict[str, Any], keep: bool, console: Console) -> dict[str, Any]:
+def _resume(path: Path, asked: dict[str, Any], keep: bool, console: Console) -> dict[str, Any]:
     """The run of ``path``, to its end."""
     saved = read_saved(path)
     from ..saved_latents.hosted import is_hosted
 
     if is_hosted(saved):
-        from .decode_saved import decoded
+        from .decode_saved import decode_file
 
-        return decoded(path, saved, asked, keep, console)
+        return decode_file(path, saved, asked, keep, console)
     from .latents import job_of, libraries, pictures_from
-    from .paint import Precaution, finished
+    from .paint import Precaution, finish
 
     job, files = job_of(path, saved, asked)
     done, steps = saved.about["step"], saved.about["steps"]
@@ -91,7 +91,7 @@ def _gone_on(path: Path, asked: dict[str, Any], keep: bool, console: Console) ->
     if saved.about.get("libraries") != libraries():
         note(f"{path} was written with other versions of torch or diffusers: the picture may not be identical")
     precaution = Precaution(keep=keep, place=path, start=saved, retyped="precision" in asked)
-    return finished(job, pictures_from(saved.tensors), files, console, precaution)
+    return finish(job, pictures_from(saved.tensors), files, console, precaution)
 
 
 def _files(target: Path) -> list[Path]:

@@ -66,13 +66,13 @@ def loading(console: Console, model: str | Path | None) -> Iterator[None]:
 
 def show_plan(console: Console, plan: Any) -> None:
     """Print a line with the choices and the time, and the reasons; the peak is printed with the picture."""
-    chosen = ", ".join(f"{name} {'on' if value is True else value}" for name, value in decided(plan))
+    chosen = ", ".join(f"{name} {'on' if value is True else value}" for name, value in decided_knobs(plan))
     about = f"about {format_time(plan.predicted.seconds)}"
     console.print(f"plan: {chosen or 'nothing changed'} ({plan.fidelity}), {about}", highlight=False)
     for reason in beside_peak(plan.reasons):
         console.print(f"  {reason}", style="dim", highlight=False)
 
 
-def decided(plan: Any) -> list[tuple[str, Any]]:
+def decided_knobs(plan: Any) -> list[tuple[str, Any]]:
     """Name and value of the knobs that the plan sets to something."""
     return [(name, value) for name, _, value in plan.settings.decided() if value not in (False, "off", "none")]

@@ -38,7 +38,7 @@ class Colours:
 
     def of(self, latents: Tensor) -> Tensor:
         """Colours (N, H, W, 3) of unscaled latents (N, C, H, W), in uint8 and on the CPU."""
-        colours = _with_one(latents) @ torch.tensor(self.rows, device=latents.device)
+        colours = _append_one(latents) @ torch.tensor(self.rows, device=latents.device)
         return colours.add(1).mul(127.5).round().clamp(0, 255).byte().cpu()
 
 
@@ -52,12 +52,12 @@ def colours_of(vae: Any, facts: Callable[[], Any]) -> Colours:
     try:
         return read(remembered(place))
     except (KeyError, TypeError, ValueError):  # nothing, or something else
-        colours = fitted(vae)
+        colours = fit(vae)
         remember(place, colours)
         return colours
 
 
-def of_the_demo() -> Colours:
+def demo_colours() -> Colours:
     """The map of the demo model, which is shipped with it."""
     return read(json.loads(COLOURS_PATH.read_text(encoding="utf-8")))
 
@@ -74,7 +74,7 @@ def read(value: Any) -> Colours:
     return Colours(rows, float(value["explained"]))
 
 
-def fitted(vae: Any) -> Colours:
+def fit(vae: Any) -> Colours:
     """The map that comes nearest to what ``vae`` (diffusers' AutoencoderKL) makes of drawn pictures.
 
     Its encoder is copied in float32 for the time; ``vae`` stays as it is.
@@ -85,7 +85,7 @@ def fitted(vae: Any) -> Colours:
         for picture in drawn_pictures():
             latents = encoder(picture)
             latents = (latents if moments is None else moments.float()(latents)).chunk(2, dim=1)[0]
-            encoded.append(_with_one(latents).flatten(0, 2))
+            encoded.append(_append_one(latents).flatten(0, 2))
             squares.append(torch.nn.functional.adaptive_avg_pool2d(picture, latents.shape[2:])[0].flatten(1).T)
         inputs, wanted = torch.cat(encoded).double(), torch.cat(squares).double()
         rows = torch.linalg.lstsq(inputs, wanted).solution
@@ -96,10 +96,10 @@ def fitted(vae: Any) -> Colours:
 def drawn_pictures() -> list[Tensor]:
     """Pictures (1, 3, side, side) from -1 to 1: coloured discs and boxes, before white and before ramps of colour."""
     generator = torch.Generator().manual_seed(0)
-    return [_drawn(number % 4 == 0, generator) for number in range(_PICTURES)]
+    return [_draw(number % 4 == 0, generator) for number in range(_PICTURES)]
 
 
-def _drawn(before_a_ramp: bool, generator: torch.Generator) -> Tensor:
+def _draw(before_a_ramp: bool, generator: torch.Generator) -> Tensor:
     def between(low: float, high: float, *shape: int) -> Tensor:
         return torch.rand(shape, generator=generator) * (high - low) + low
 
@@ -117,7 +117,7 @@ def _drawn(before_a_ramp: bool, generator: torch.Generator) -> Tensor:
     return picture.clamp(-1, 1)[None]
 
 
-def _with_one(latents: Tensor) -> Tensor:
+def _append_one(latents: Tensor) -> Tensor:
     """Latents (N, C, H, W) as float32 (N, H, W, C + 1): the last channel is one."""
     channels = latents.float().permute(0, 2, 3, 1)
     return torch.cat([channels, torch.ones_like(channels[..., :1])], dim=-1)

@@ -13,7 +13,7 @@ from ..patches import set_patch, wrap
 
 
 @contextlib.contextmanager
-def predicted(pipe: Any, every: int, show: Callable[[int, Tensor], None]) -> Iterator[None]:
+def show_predictions(pipe: Any, every: int, show: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Call ``show(step, latents)`` after every ``every`` steps of ``pipe`` within the block.
 
     ``step`` counts from 1; ``latents`` (N, C, H, W), unscaled, are the predicted result, without the remaining noise.
@@ -41,12 +41,12 @@ def _step(
     done[0] += 1
     if done[0] % every == 0:
         config = pipe.vae.config
-        latents = without_noise(pipe.scheduler, output, timestep, sample) / config.scaling_factor
+        latents = predict_latents(pipe.scheduler, output, timestep, sample) / config.scaling_factor
         show(done[0], latents + (getattr(config, "shift_factor", None) or 0))
     return original(output, timestep, sample, *args, **kwargs)
 
 
-def without_noise(scheduler: Any, output: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+def predict_latents(scheduler: Any, output: Tensor, timestep: Any, sample: Tensor) -> Tensor:
     """Latents (N, C, H, W) that ``output``, the denoiser's for ``sample`` at ``timestep``, heads for."""
     cumulative = getattr(scheduler, "alphas_cumprod", None)
     if cumulative is None:

@@ -65,7 +65,7 @@ def is_hosted(saved: Saved) -> bool:
     return "host" in saved.about
 
 
-def hosted_of(path: Path, saved: Saved) -> Hosted:
+def read_hosted(path: Path, saved: Saved) -> Hosted:
     """Contents of a file that :func:`write_hosted` wrote.
 
     Raises:

@@ -22,7 +22,7 @@ from ..patches import set_patch, wrap
 from ..progress import happened
 from .file import Saved, write_saved
 from .interval import Interval
-from .state import UnkeptStateError, configuration, pack, remembered, unpack
+from .state import UnkeptStateError, configuration, current_state, pack, unpack
 
 _STATE = "scheduler/"
 
@@ -91,13 +91,13 @@ class Keeper:
                 )
             if step < done:
                 return values
-            values = {**values, "latents": self._restored(self._start, values["latents"])}
+            values = {**values, "latents": self._restore(self._start, values["latents"])}
             self._start, self._written = None, (step, time.monotonic())
         if not values["latents"].isfinite().all():
             self.write()
-            raise not_finite(step, self._pipe.num_timesteps, self._place())
+            raise nan_error(step, self._pipe.num_timesteps, self._place())
         self._latest = _StepState(
-            step, values["latents"], remembered(self._pipe.scheduler),
+            step, values["latents"], current_state(self._pipe.scheduler),
             [generator.get_state() for generator in self._generators],
         )  # fmt: skip
         if self._is_due(step):
@@ -117,7 +117,7 @@ class Keeper:
         if moment is None or moment.step == self._written[0]:
             return
         try:
-            write_saved(self._packed(moment), self._safety.path)
+            write_saved(self._pack(moment), self._safety.path)
             self._held = moment.step
         except UnkeptStateError as error:
             self._tell(f"of {type(self._pipe.scheduler).__name__}, which cannot be resumed exactly: {error}")
@@ -135,7 +135,7 @@ class Keeper:
             happened(__name__, f"the latents of this run cannot be saved {why}")
         self._told = True
 
-    def _packed(self, moment: _StepState) -> Saved:
+    def _pack(self, moment: _StepState) -> Saved:
         scheduler = self._pipe.scheduler
         tensors = dict(self._safety.tensors)
         latents = pack(moment.latents, "latents", tensors)
@@ -150,7 +150,7 @@ class Keeper:
         }
         return Saved({**self._safety.about(), **about}, tensors)
 
-    def _restored(self, start: Saved, latents: torch.Tensor) -> torch.Tensor:
+    def _restore(self, start: Saved, latents: torch.Tensor) -> torch.Tensor:
         """Set scheduler and generators to their state in ``start``; return its latents.
 
         Raises:
@@ -164,7 +164,7 @@ class Keeper:
                 f"{path} is of a run by {stored.get('class')}, and the model's scheduler is another now"
             )
         try:
-            tensors = _retyped(start.tensors, latents) if self._safety.retyped else start.tensors
+            tensors = _match_type(start.tensors, latents) if self._safety.retyped else start.tensors
             saved: torch.Tensor = unpack(start.about["latents"], tensors, latents.device)
             states = [tensors[f"generator.{number}"] for number in range(len(self._generators))]
             state = {name: unpack(tree, tensors, latents.device) for name, tree in stored["state"].items()}
@@ -180,7 +180,7 @@ class Keeper:
         return saved
 
 
-def _retyped(tensors: dict[str, torch.Tensor], latents: torch.Tensor) -> dict[str, torch.Tensor]:
+def _match_type(tensors: dict[str, torch.Tensor], latents: torch.Tensor) -> dict[str, torch.Tensor]:
     """``tensors`` with those that are like ``latents`` in its type: what a scheduler remembers of steps among them."""
     return {
         name: tensor.to(latents.dtype) if tensor.is_floating_point() and tensor.shape == latents.shape else tensor
@@ -188,7 +188,7 @@ def _retyped(tensors: dict[str, torch.Tensor], latents: torch.Tensor) -> dict[st
     }
 
 
-def not_finite(step: int, steps: int, saved: Path | None = None) -> NotFiniteError:
+def nan_error(step: int, steps: int, saved: Path | None = None) -> NotFiniteError:
     """The error for NaN or infinity in the result of ``step`` of ``steps``.
 
     Args:
@@ -204,7 +204,7 @@ def not_finite(step: int, steps: int, saved: Path | None = None) -> NotFiniteErr
 
 
 @contextlib.contextmanager
-def kept(pipe: Any, generators: Sequence[torch.Generator], safety: Safety) -> Iterator[Keeper]:
+def keep_latents(pipe: Any, generators: Sequence[torch.Generator], safety: Safety) -> Iterator[Keeper]:
     """Save the latents of a run of ``pipe`` within the block; the run calls ``after`` of the yielded keeper after each
     step.
 
@@ -217,7 +217,7 @@ def kept(pipe: Any, generators: Sequence[torch.Generator], safety: Safety) -> It
     with contextlib.ExitStack() as stack:
         if keeper.passes_over:
             denoiser = denoiser_of(pipe)
-            stack.callback(set_patch(wrap(denoiser, "forward", functools.partial(_passed_over, keeper, denoiser))))
+            stack.callback(set_patch(wrap(denoiser, "forward", functools.partial(_skip_call, keeper, denoiser))))
         try:
             yield keeper
         except BaseException:
@@ -225,7 +225,7 @@ def kept(pipe: Any, generators: Sequence[torch.Generator], safety: Safety) -> It
             raise
 
 
-def _passed_over(keeper: Keeper, denoiser: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _skip_call(keeper: Keeper, denoiser: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The denoiser's call; of steps that were done before, something of the right shape, which nobody looks at."""
     if not keeper.passes_over:
         return original(*args, **kwargs)

@@ -14,7 +14,7 @@ from ..errors import BadInputError
 from ..patches import set_patch, wrap
 from .file import read_saved
 from .interval import Interval, parse_interval
-from .keeping import Keeper, Safety, denoiser_of, kept
+from .keeping import Keeper, Safety, denoiser_of, keep_latents
 from .same_call import digest, digests_of_arguments, digests_of_pipeline
 
 _CALL = "call"
@@ -52,10 +52,10 @@ def resumable(pipe: Any, path: str | os.PathLike[str], *, every: str = "1min") -
             f"{type(pipe).__name__} cannot resume from saved latents: that takes a pipeline of diffusers with a UNet "
             f"or a transformer, whose call takes generator and {_CALLBACK}, as StableDiffusionPipeline does"
         )
-    return functools.partial(_called, pipe, Path(path), parse_interval(every, "every"))
+    return functools.partial(_call_pipe, pipe, Path(path), parse_interval(every, "every"))
 
 
-def _called(pipe: Any, path: Path, interval: Interval, *args: Any, **kwargs: Any) -> Any:
+def _call_pipe(pipe: Any, path: Path, interval: Interval, *args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(pipe.__call__).bind(*args, **kwargs)
     generator = arguments.arguments.get("generator")
     if not generator:
@@ -67,7 +67,7 @@ def _called(pipe: Any, path: Path, interval: Interval, *args: Any, **kwargs: Any
     call = digests_of_pipeline(pipe) | digests_of_arguments(arguments)
     safety = Safety(path, lambda: {_CALL: call}, interval=interval, start=start)
     generators = list(generator) if isinstance(generator, list | tuple) else [generator]
-    with kept(pipe, generators, safety) as keeper:
+    with keep_latents(pipe, generators, safety) as keeper:
         compare = _Compare(keeper, call, start.about.get(_CALL) if start else None, path)
         undo = set_patch(wrap(denoiser_of(pipe), "forward", compare))
         try:

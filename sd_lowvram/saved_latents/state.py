@@ -19,7 +19,7 @@ class UnkeptStateError(LowVRAMError):
     """A scheduler that remembers what no file can hold (a sampler of noise, for one)."""
 
 
-def remembered(scheduler: Any) -> dict[str, Any]:
+def current_state(scheduler: Any) -> dict[str, Any]:
     """Current state of ``scheduler``. Tensors are not copied, because each step makes new ones."""
     own = {name: value for name, value in unpatched(scheduler).items() if name != "_internal_dict"}  # its configuration
     return {name: list(value) if isinstance(value, list) else value for name, value in own.items()}

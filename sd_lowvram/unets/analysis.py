@@ -46,7 +46,7 @@ class Taken:
     peak_bytes: int
 
 
-def analysed(unet: Any, width: int, height: int, passes: int = 2, rates: Rates | None = None) -> list[Taken]:
+def analyse_unet(unet: Any, width: int, height: int, passes: int = 2, rates: Rates | None = None) -> list[Taken]:
     """Costs of each unit of ``unet`` in a step for a picture of ``width`` x ``height`` pixels, in the order of the run.
 
     Args:
@@ -60,15 +60,15 @@ def analysed(unet: Any, width: int, height: int, passes: int = 2, rates: Rates |
     units = [*units_of(unet), UNetLayer(OTHERS, "", unet)]
     anatomy = anatomy_of_components("diffusers", {"unet": unet})
     shape = Shape(width, height, passes=passes)
-    with _on_device_of(unet):
+    with _device_context(unet):
         inputs = anatomy.family.step_inputs(anatomy, shape)
     step = functools.partial(denoise_step, predict=anatomy.family.predict)
     traced = trace(step, unet, inputs)
     if rates is not None:
-        seconds = _foretold(units, traced, rates, next(unet.parameters()).dtype.itemsize)
+        seconds = _predict(units, traced, rates, next(unet.parameters()).dtype.itemsize)
     else:
-        real = tree_map_only(Tensor, _drawn, inputs)
-        seconds = _measured(units, lambda: step(unet, real))
+        real = tree_map_only(Tensor, _random_values, inputs)
+        seconds = _measure(units, lambda: step(unet, real))
     operations, peaks = _operations(units, traced), _peaks(units, traced)
     weights = {unit.name: [_parameters(unit.module), weight_bytes(unit.module)] for unit in units}
     columns = zip(*weights.values(), strict=True)
@@ -79,7 +79,7 @@ def analysed(unet: Any, width: int, height: int, passes: int = 2, rates: Rates |
     ]
 
 
-def counted(unet: Any, side: int | None = None) -> dict[str, int]:
+def count_costs(unet: Any, side: int | None = None) -> dict[str, int]:
     """Count the costs of a guided step, without times.
 
     Args:
@@ -90,7 +90,7 @@ def counted(unet: Any, side: int | None = None) -> dict[str, int]:
         "parameters", "bytes", "operations" and "peak_bytes".
     """
     side = side or own_side(unet)
-    return totals(analysed(unet, side, side, rates=profile("rtx2070")))
+    return totals(analyse_unet(unet, side, side, rates=profile("rtx2070")))
 
 
 def totals(taken: Sequence[Taken]) -> dict[str, int]:
@@ -99,7 +99,7 @@ def totals(taken: Sequence[Taken]) -> dict[str, int]:
     return {**sums, "peak_bytes": max(unit.peak_bytes for unit in taken)}
 
 
-def by_block(taken: list[Taken]) -> list[Taken]:
+def sum_blocks(taken: list[Taken]) -> list[Taken]:
     """Units summed up to blocks; of peaks the highest."""
     blocks: dict[str, list[Taken]] = {}
     for unit in taken:
@@ -123,12 +123,12 @@ def _parameters(module: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def _on_device_of(unet: nn.Module) -> Iterator[None]:
+def _device_context(unet: nn.Module) -> Iterator[None]:
     with torch.device(next(unet.parameters()).device):
         yield
 
 
-def _drawn(empty: Tensor) -> Tensor:
+def _random_values(empty: Tensor) -> Tensor:
     """Values for what a step starts from: noise, and a timestep in the middle."""
     if not empty.is_floating_point():
         return torch.full_like(empty, 500)
@@ -142,7 +142,7 @@ def _owner(units: list[UNetLayer], path: str) -> str:
     return next(inside, OTHERS)
 
 
-def _foretold(units: list[UNetLayer], traced: MemoryTrace, rates: Rates, element_size: int) -> dict[str, float]:
+def _predict(units: list[UNetLayer], traced: MemoryTrace, rates: Rates, element_size: int) -> dict[str, float]:
     by_unit = dict.fromkeys((unit.name for unit in units), 0.0)
     for span, seconds in zip(traced.spans, rates.shares(traced.spans, element_size), strict=True):
         by_unit[_owner(units, span.path)] += seconds
@@ -165,13 +165,13 @@ def _peaks(units: list[UNetLayer], traced: MemoryTrace) -> dict[str, int]:
     return peaks
 
 
-def _measured(units: list[UNetLayer], run: Any) -> dict[str, float]:
+def _measure(units: list[UNetLayer], run: Any) -> dict[str, float]:
     """Seconds of each unit, medians of some steps after one that warms up; of the rest what a step takes besides."""
     device = next(units[0].module.parameters()).device
     rounds: list[Mapping[str, float]] = []
     for number in progress.counted("steps", range(_ROUNDS + 1)):
         taken: dict[str, float] = {}
-        with _timed(units, taken, device), torch.inference_mode():
+        with _time_units(units, taken, device), torch.inference_mode():
             run()
         if number:
             rounds.append({**taken, OTHERS: taken[OTHERS] - sum(taken.values()) + taken[OTHERS]})
@@ -179,7 +179,7 @@ def _measured(units: list[UNetLayer], run: Any) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _timed(units: list[UNetLayer], taken: dict[str, float], device: torch.device) -> Iterator[None]:
+def _time_units(units: list[UNetLayer], taken: dict[str, float], device: torch.device) -> Iterator[None]:
     """Fill ``taken`` with the seconds of each unit's calls within the block; the whole UNet is a unit too."""
     started: dict[str, float] = {}
 

@@ -50,7 +50,7 @@ def check_unchanged(unet: Any) -> None:
         )
 
 
-def changed(unet: Any, changes: BlockChanges, whole: Mapping[str, Tensor], relatives: Relatives) -> Any:
+def change_blocks(unet: Any, changes: BlockChanges, whole: Mapping[str, Tensor], relatives: Relatives) -> Any:
     """Return a UNet like ``unet`` with ``changes``; ``unet`` itself if nothing changes.
 
     First experts are the layers of ``unet``; the next ones are removed neighbours of equal shape; the rest is random.
@@ -102,7 +102,7 @@ def _experts(
 ) -> dict[str, Tensor]:
     """Weights of a convolution with several experts, by name."""
     equal_layers = [layer for layer in inherited if layer[0].shape == pair[0].shape][: module.experts - 1]
-    drawn = [_drawn(pair, generator) for _ in range(module.experts - 1 - len(equal_layers))]
+    drawn = [_random_layer(pair, generator) for _ in range(module.experts - 1 - len(equal_layers))]
     kernels, biases = zip(pair, *equal_layers, *drawn, strict=True)
     router = torch.zeros(module.experts)
     router[0] = torch.tensor(_FIRST_SHARE / (1 - _FIRST_SHARE) * (module.experts - 1)).log()
@@ -114,7 +114,7 @@ def _experts(
     }
 
 
-def _drawn(pair: _Layer, generator: torch.Generator) -> _Layer:
+def _random_layer(pair: _Layer, generator: torch.Generator) -> _Layer:
     """A random layer with the shapes of ``pair``, with torch's default initialisation."""
     bound: float = pair[0][0].numel() ** -0.5
     kernel, bias = (bound * (2 * torch.rand(tensor.shape, generator=generator) - 1) for tensor in pair)

@@ -16,10 +16,10 @@ from ..errors import BadInputError
 from .changes import check_unchanged
 from .cuts import put_together
 from .layers import check_unet
-from .prune import assembled
+from .prune import assemble_unet
 
 
-def combined(compressed: Any, original: Any, blocks: int) -> Any:
+def combine_unets(compressed: Any, original: Any, blocks: int) -> Any:
     """A UNet whose ``blocks`` outermost blocks on each side are those of ``compressed``, all else of ``original``.
 
     The first and last convolutions belong to the outermost blocks, the embedding of time to the original.
@@ -47,7 +47,7 @@ def combined(compressed: Any, original: Any, blocks: int) -> Any:
     layers = layers_per_block(compressed.config)[:blocks] + layers_per_block(original.config)[blocks:]
     config = {**original.config, "layers_per_block": layers, **_changes(compressed, total, blocks)}
     config |= put_together(compressed.config, original.config, blocks)
-    return assembled(config, [(original, {name: name for name in deep}), (compressed, shallow)])
+    return assemble_unet(config, [(original, {name: name for name in deep}), (compressed, shallow)])
 
 
 def _changes(compressed: Any, total: int, blocks: int) -> dict[str, Any]:

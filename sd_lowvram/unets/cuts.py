@@ -34,7 +34,7 @@ def whole(config: Mapping[str, Any]) -> Cut:
     return Cut(down, up, config.get("mid_block_type", "mid") is not None)
 
 
-def recorded(config: Mapping[str, Any]) -> tuple[list[int], Cut]:
+def recorded_layers(config: Mapping[str, Any]) -> tuple[list[int], Cut]:
     """The layers of each down block of the whole UNet, and what of it is here; all of it where nothing is recorded.
 
     Raises:
@@ -56,16 +56,16 @@ def recorded(config: Mapping[str, Any]) -> tuple[list[int], Cut]:
 
 
 def note_of(layers: Sequence[int], cut: Cut) -> dict[str, Any]:
-    """The record that :func:`recorded` reads."""
+    """The record that :func:`recorded_layers` reads."""
     return {KEPT: {"layers": [*layers], **asdict(cut)}}
 
 
 def cut_again(config: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     """The note of what ``cut`` leaves of a UNet of ``config``, which may be cut itself."""
-    layers, before = recorded(config)
+    layers, before = recorded_layers(config)
     gone = len(before.up) - len(cut.up)
-    down = _of(before.down, cut.down)
-    return note_of(layers, Cut(down, _of(before.up[gone:], cut.up), before.mid and cut.mid))
+    down = _index_layers(before.down, cut.down)
+    return note_of(layers, Cut(down, _index_layers(before.up[gone:], cut.up), before.mid and cut.mid))
 
 
 def put_together(compressed: Mapping[str, Any], original: Mapping[str, Any], blocks: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def put_together(compressed: Mapping[str, Any], original: Mapping[str, Any], blo
 
     Both were cut from UNets of the same layers, or nothing is noted: then the layers are counted as they are.
     """
-    (layers, outer), (original_layers, inner) = recorded(compressed), recorded(original)
+    (layers, outer), (original_layers, inner) = recorded_layers(compressed), recorded_layers(original)
     if layers[:blocks] != original_layers[:blocks] or len(layers) != len(original_layers):
         return {KEPT: None}
     deep = len(inner.up) - blocks
@@ -81,5 +81,5 @@ def put_together(compressed: Mapping[str, Any], original: Mapping[str, Any], blo
     return note_of(original_layers, cut)
 
 
-def _of(before: Sequence[Sequence[int]], remaining: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+def _index_layers(before: Sequence[Sequence[int]], remaining: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(block[layer] for layer in layers) for block, layers in zip(before, remaining, strict=False))

@@ -92,9 +92,9 @@ def distil(
 
     _check_kind(teacher, student, schedule.config.prediction_type)
     accelerator = Accelerator(mixed_precision="no")  # another would be the process's from then on
-    training = _prepared(teacher, student, vae, schedule, data, run, accelerator)
+    training = _prepare(teacher, student, vae, schedule, data, run, accelerator)
     identity = _identity(run, accelerator.num_processes, teacher, student, data)
-    step = _gone_on(checkpoint, identity, run.steps, training)
+    step = _load_checkpoint(checkpoint, identity, run.steps, training)
     since: list[dict[str, float]] = []
     progress.report("distil", step, run.steps)
     while step < run.steps:
@@ -119,7 +119,7 @@ def distil(
     return student_unet.cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
 
 
-def _prepared(
+def _prepare(
     teacher: Any, student: Any, vae: Any, schedule: Any, data: Encoded, run: TrainingRun, accelerator: Any
 ) -> _Training:
     """Copies of the models where and as they are trained, the optimizer and the average."""
@@ -301,7 +301,7 @@ def _keep(file: Path, identity: dict[str, Any], training: _Training, step: int) 
         os.replace(temporary, file)
 
 
-def _gone_on(file: Path, identity: dict[str, Any], steps: int, training: _Training) -> int:
+def _load_checkpoint(file: Path, identity: dict[str, Any], steps: int, training: _Training) -> int:
     """Load the checkpoint if there is one; return its step, at most ``steps``, or 0."""
     if not file.exists():
         return 0

@@ -95,7 +95,7 @@ def ground_of(teacher: Any, items: list[Captioned], features: Features, draw: Dr
     originals, seen = [], []
     for part in read_pictures(items, own_side(teacher.unet)):  # a few at a time: thousands would not fit
         originals.append(_small(part))
-        seen.append(_pooled(features, part))
+        seen.append(_pool(features, part))
         progress.report("training pictures", sum(map(len, originals)), len(items))
     return Ground(prompts, places, torch.cat(originals), torch.cat(seen), features)
 
@@ -112,7 +112,7 @@ def prompts_of(items: list[Captioned], draw: Draw) -> tuple[list[str], Tensor]:
     return [items[place].captions[0] for place in places.tolist()], places
 
 
-def evaluated(
+def evaluate_unets(
     teacher: Any, student: Any, ground: Ground, draw: Draw, more: Measures | None = None
 ) -> dict[str, dict[str, float]]:
     """:func:`measures` of the "student", of the "teacher", and of the teacher from "other seeds", the yardstick.
@@ -123,7 +123,7 @@ def evaluated(
     """
     runs = {"teacher": (teacher, 0), "student": (student, 0), "other seeds": (teacher, draw.pictures)}
     drawn = {
-        name: drawn_by(pipe, ground.prompts, draw, offset, (turn, len(runs)))
+        name: draw_pictures(pipe, ground.prompts, draw, offset, (turn, len(runs)))
         for turn, (name, (pipe, offset)) in enumerate(runs.items())
     }
     names = ("student", "teacher", "other seeds")
@@ -144,7 +144,7 @@ def measures(pictures: Tensor, teacher: Tensor, ground: Ground) -> dict[str, flo
         share of pictures to which the prompt's own training picture is the nearest; "frechet" and "score" of
         :func:`frechet_distance` and :func:`picture_score`.
     """
-    maps = _pooled(ground.features, pictures)
+    maps = _pool(ground.features, pictures)
     return {
         **agreement(pictures, teacher),
         "retrieved": float((nearest(pictures, ground.known) == ground.places).float().mean()),
@@ -154,7 +154,9 @@ def measures(pictures: Tensor, teacher: Tensor, ground: Ground) -> dict[str, flo
 
 
 @torch.inference_mode()
-def drawn_by(pipe: Any, prompts: Sequence[str], draw: Draw, offset: int = 0, turn: tuple[int, int] = (0, 1)) -> Tensor:
+def draw_pictures(
+    pipe: Any, prompts: Sequence[str], draw: Draw, offset: int = 0, turn: tuple[int, int] = (0, 1)
+) -> Tensor:
     """The pictures of a pipeline (prompts, 3, H, W) of -1..1, on the CPU.
 
     Args:
@@ -203,7 +205,7 @@ def _small(pictures: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _pooled(features: Features, pictures: Tensor) -> Tensor:
+def _pool(features: Features, pictures: Tensor) -> Tensor:
     """(pictures, channels): the means of the deepest maps."""
     return torch.cat([features(some)[-1].mean(dim=(2, 3)) for some in pictures.split(AT_ONCE)]).double().cpu()
 

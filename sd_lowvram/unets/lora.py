@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import BadInputError, CheckpointError
-from .cuts import Cut, recorded
+from .cuts import Cut, recorded_layers
 from .layers import check_unet
-from .prune import narrowed
+from .prune import narrow
 
 Layer = tuple[str, int, int]
 """Side ("down", "up" or "mid"), block, and layer there."""
@@ -72,8 +72,10 @@ def lora_for(unet: Any, lora: Mapping[str, Tensor] | str | Path) -> dict[str, Te
     check_unet(unet)
     tensors = _read(lora) if isinstance(lora, (str, Path)) else dict(lora)
     if not any(mark in name for name in tensors for mark in _TENSORS):
-        raise BadInputError(f"{_told(lora)} is not a LoRA: none of its {len(tensors)} tensors is called as theirs are")
-    layers, cut = recorded(unet.config)
+        raise BadInputError(
+            f"{_describe(lora)} is not a LoRA: none of its {len(tensors)} tensors is called as theirs are"
+        )
+    layers, cut = recorded_layers(unet.config)
     new_places, numbers = _places(layers, cut), _Numbers(layers, cut)
     renamed: dict[str, Tensor] = {}
     gone: set[Layer] = set()
@@ -86,13 +88,15 @@ def lora_for(unet: Any, lora: Mapping[str, Tensor] | str | Path) -> dict[str, Te
         elif (place := new_places[layer]) is None:
             gone.add(layer)
         else:
-            new = _renamed(name, place, numbers)
-            renamed[new] = _narrowed(new, tensor, unet)
-    lost = ", ".join(map(_called, sorted(gone)))
+            new = _rename(name, place, numbers)
+            renamed[new] = _narrow(new, tensor, unet)
+    lost = ", ".join(map(_layer_name, sorted(gone)))
     if gone and all(name.startswith(_TEXT) for name in renamed):
-        raise BadInputError(f"nothing of {_told(lora)} is left for this UNet: it changes layers that were cut, {lost}")
+        raise BadInputError(
+            f"nothing of {_describe(lora)} is left for this UNet: it changes layers that were cut, {lost}"
+        )
     if gone:
-        warnings.warn(f"layers that were cut are left out of {_told(lora)}: {lost}", stacklevel=2)
+        warnings.warn(f"layers that were cut are left out of {_describe(lora)}: {lost}", stacklevel=2)
     return renamed
 
 
@@ -117,11 +121,11 @@ class _Numbers:
     """CompVis' numbers of layers: in the whole UNet, and in the one that was cut."""
 
     def __init__(self, layers: Sequence[int], cut: Cut) -> None:
-        self.layers = dict(_counted(layers))
-        self.here = {layer: number for number, layer in _counted([len(layers) for layers in cut.down])}
+        self.layers = dict(_number_layers(layers))
+        self.here = {layer: number for number, layer in _number_layers([len(layers) for layers in cut.down])}
 
 
-def _counted(layers: Sequence[int]) -> Iterator[tuple[tuple[str, int], Layer]]:
+def _number_layers(layers: Sequence[int]) -> Iterator[tuple[tuple[str, int], Layer]]:
     """("input", 1), ("down", 0, 0) and so on; an up block's sampler is in the number of its last layer."""
     number = 1  # behind the first convolution
     for block, count in enumerate(layers):
@@ -148,7 +152,7 @@ def _layer_of(name: str, numbers: _Numbers) -> Layer | None:
     return None
 
 
-def _renamed(name: str, place: Layer, numbers: _Numbers) -> str:
+def _rename(name: str, place: Layer, numbers: _Numbers) -> str:
     """The name for the layer at ``place`` of the UNet that was cut."""
     side, block, layer = place
     if side == "mid":
@@ -163,12 +167,12 @@ def _renamed(name: str, place: Layer, numbers: _Numbers) -> str:
     return name[: match.start()] + new + name[match.end() :]
 
 
-def _narrowed(name: str, tensor: Tensor, unet: Any) -> Tensor:
+def _narrow(name: str, tensor: Tensor, unet: Any) -> Tensor:
     """Cut the tensor to the innermost up layer's input, if a removed block before it had more channels."""
     if not (_INNERMOST.search(name) and _TAKES.search(name) and tensor.ndim > 1):
         return tensor
     wanted = unet.up_blocks[0].resnets[0].conv1.in_channels
-    return narrowed(tensor, 1, wanted, unet.config["block_out_channels"][-1])
+    return narrow(tensor, 1, wanted, unet.config["block_out_channels"][-1])
 
 
 def _read(file: str | Path) -> dict[str, Tensor]:
@@ -184,14 +188,14 @@ def _read(file: str | Path) -> dict[str, Tensor]:
 def _beyond(lora: Any, layer: Layer) -> str:
     side, block, number = layer
     numbered = f"{'input' if side == 'down' else 'output'} block number {number} of a checkpoint"
-    which = numbered if block == _BEYOND else _called(layer)
+    which = numbered if block == _BEYOND else _layer_name(layer)
     return (
-        f"{_told(lora)} changes {which}, which this UNet does not have, and no note says that it was cut: make the "
+        f"{_describe(lora)} changes {which}, which this UNet does not have, and no note says that it was cut: make the "
         "cut again with `unet prune`, which notes it, or take a LoRA of this very model"
     )
 
 
-def _called(layer: Layer) -> str:
+def _layer_name(layer: Layer) -> str:
     """Name of a layer as in `unet prune`."""
     side, block, number = layer
     if side == "mid":
@@ -199,5 +203,5 @@ def _called(layer: Layer) -> str:
     return f"{'dn' if side == 'down' else side}{block}.{'sample' if number == _SAMPLER else number}"
 
 
-def _told(lora: Any) -> str:
+def _describe(lora: Any) -> str:
     return Path(lora).name if isinstance(lora, (str, Path)) else "the LoRA"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..planning.plan import Candidate, Plan, StagePlan
 
 
-def in_turn(plans: Sequence[Plan], waiting: Sequence[int]) -> Plan:
+def merge_plans(plans: Sequence[Plan], waiting: Sequence[int]) -> Plan:
     """The plan of a run that goes by one of ``plans`` after the other, each with its own number of steps.
 
     What comes before the denoising is the first one's, what comes after the last one's, and the denoising takes the
@@ -17,7 +17,7 @@ def in_turn(plans: Sequence[Plan], waiting: Sequence[int]) -> Plan:
     Args:
         waiting: bytes in host memory, besides, while each of them has its turn.
     """
-    counted = [_with_waiting(plan, nbytes) for plan, nbytes in zip(plans, waiting, strict=True)]
+    counted = [_add_waiting(plan, nbytes) for plan, nbytes in zip(plans, waiting, strict=True)]
     names = [stage.name for stage in plans[0].stages]
     first, last = names.index("denoise"), len(names) - names[::-1].index("denoise")
     turns = [[stage for stage in stages if stage.name == "denoise"] for stages in counted]
@@ -40,7 +40,7 @@ def in_turn(plans: Sequence[Plan], waiting: Sequence[int]) -> Plan:
     )
 
 
-def _with_waiting(plan: Plan, nbytes: int) -> list[StagePlan]:
+def _add_waiting(plan: Plan, nbytes: int) -> list[StagePlan]:
     return [
         dataclasses.replace(
             stage,

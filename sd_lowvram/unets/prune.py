@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..errors import BadInputError
-from .changes import BlockChanges, Relatives, changed, check_unchanged
-from .checkpoints.unet_layout import KEPT, CutLayout, configured
+from .changes import BlockChanges, Relatives, change_blocks, check_unchanged
+from .checkpoints.unet_layout import KEPT, CutLayout, cut_configuration
 from .cuts import Cut, cut_again, whole
 from .layers import check_unet
 
@@ -134,7 +134,7 @@ def _check_path(full: Cut, cut: Cut) -> None:
 
 def pruned_config(config: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     """The configuration of what ``cut`` leaves."""
-    return {**configured(config, CutLayout(tuple(map(len, cut.down)), cut.mid)), **cut_again(config, cut)}
+    return {**cut_configuration(config, CutLayout(tuple(map(len, cut.down)), cut.mid)), **cut_again(config, cut)}
 
 
 _OF_THE_MIDDLE = ("block_out_channels", "attention_head_dim", "num_attention_heads", "transformer_layers_per_block")
@@ -152,7 +152,7 @@ def _check_middle(config: Mapping[str, Any], cut: Cut) -> None:
             )
 
 
-def pruned(unet: Any, cut: Cut, changes: BlockChanges | None = None) -> Any:
+def prune_unet(unet: Any, cut: Cut, changes: BlockChanges | None = None) -> Any:
     """A UNet of what ``cut`` leaves of ``unet``, with copies of its weights; on the meta device without any.
 
     Args:
@@ -171,8 +171,8 @@ def pruned(unet: Any, cut: Cut, changes: BlockChanges | None = None) -> Any:
             f"the block before the cut has {widths[blocks - 1]} channels and the one that is cut {widths[blocks]}: the "
             "up layer across has no weights for them"
         )
-    left = assembled(pruned_config(unet.config, cut), [(unet, origins(cut, len(widths)))])
-    return changed(left, changes or BlockChanges(), unet.state_dict(), relatives(cut, whole(unet.config)))
+    left = assemble_unet(pruned_config(unet.config, cut), [(unet, origins(cut, len(widths)))])
+    return change_blocks(left, changes or BlockChanges(), unet.state_dict(), relatives(cut, whole(unet.config)))
 
 
 def origins(cut: Cut, blocks: int) -> dict[str, str]:
@@ -209,7 +209,7 @@ def relatives(cut: Cut, full: Cut) -> Relatives:
     return find
 
 
-def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, str]]]) -> Any:
+def assemble_unet(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, str]]]) -> Any:
     """A UNet of ``config`` with copies of the weights of several: each a UNet, and its paths by those of the new."""
     from diffusers import UNet2DConditionModel
 
@@ -228,21 +228,23 @@ def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, 
             weights |= {new + name.removeprefix(old): state[name].detach().clone() for name in inside}
     hidden = config["block_out_channels"][-1]
     wanted = {name: weight.shape for name, weight in model.state_dict().items()}
-    model.load_state_dict({name: _narrowed(name, weights[name], wanted[name], hidden) for name in wanted}, assign=True)
+    model.load_state_dict(
+        {name: _narrow_layer(name, weights[name], wanted[name], hidden) for name in wanted}, assign=True
+    )
     return nn.Module.to(model, first.dtype).eval().requires_grad_(False)  # diffusers' own `to` warns of float32 parts
 
 
-def _narrowed(name: str, weight: torch.Tensor, shape: torch.Size, hidden: int) -> torch.Tensor:
+def _narrow_layer(name: str, weight: torch.Tensor, shape: torch.Size, hidden: int) -> torch.Tensor:
     """The weight of the innermost up layer for a map of ``hidden`` channels, where the block that was cut before it
     gave more."""
     if not name.startswith("up_blocks.0.resnets.0."):
         return weight
     for axis, new in enumerate(shape):
-        weight = narrowed(weight, axis, new, hidden)
+        weight = narrow(weight, axis, new, hidden)
     return weight
 
 
-def narrowed(weight: torch.Tensor, axis: int, channels: int, hidden: int) -> torch.Tensor:
+def narrow(weight: torch.Tensor, axis: int, channels: int, hidden: int) -> torch.Tensor:
     """``weight`` with so many ``channels`` along ``axis``: of a map with more than ``hidden`` the last of those go, the
     skip connection's behind them stay."""
     more = weight.shape[axis] - channels

@@ -33,7 +33,7 @@ class AtHand(NamedTuple):
     clip: Path
 
 
-def at_hand() -> AtHand:
+def weight_paths() -> AtHand:
     """Paths of the weights.
 
     Raises:
@@ -76,12 +76,12 @@ def published_measures(originals: Iterable[Tensor], weights: AtHand) -> Measures
     score, clip = InceptionScore(_classes(file), normalize=True), CLIPScore(lambda: (model, processor))
     fid = FrechetInceptionDistance(normalize=True, reset_real_features=False, feature_extractor_weights_path=file)
     for some in originals:
-        _in_parts(some, lambda part, _: fid.update(part / 2 + 0.5, real=True))
+        _run_in_parts(some, lambda part, _: fid.update(part / 2 + 0.5, real=True))
 
     def measures(pictures: Tensor, prompts: Sequence[str]) -> dict[str, float]:
-        _in_parts(pictures, lambda part, _: fid.update(part / 2 + 0.5, real=False))
-        _in_parts(pictures, lambda part, _: score.update(part / 2 + 0.5))
-        _in_parts(pictures, lambda part, at: clip.update(_bytes(part), [*prompts[at : at + len(part)]]))
+        _run_in_parts(pictures, lambda part, _: fid.update(part / 2 + 0.5, real=False))
+        _run_in_parts(pictures, lambda part, _: score.update(part / 2 + 0.5))
+        _run_in_parts(pictures, lambda part, at: clip.update(_bytes(part), [*prompts[at : at + len(part)]]))
         scores = {"fid": fid.compute(), "inception_score": _score_of(score), "clip_score": clip.compute()}
         for each in (fid, score, clip):
             each.reset()
@@ -91,7 +91,7 @@ def published_measures(originals: Iterable[Tensor], weights: AtHand) -> Measures
 
 
 @torch.inference_mode()
-def _in_parts(pictures: Tensor, take: Callable[[Tensor, int], Any]) -> None:
+def _run_in_parts(pictures: Tensor, take: Callable[[Tensor, int], Any]) -> None:
     for start in range(0, len(pictures), _AT_ONCE):
         take(pictures[start : start + _AT_ONCE].clamp(-1, 1), start)
 
@@ -143,11 +143,11 @@ def clip_of(folder: Path) -> tuple[Any, Any]:
     except (OSError, ValueError) as error:
         raise BadInputError(f"the model {CLIP} in {folder} cannot be read: {error}") from None
     for name in ("get_image_features", "get_text_features"):
-        setattr(model, name, _as_tensor(getattr(model, name)))
+        setattr(model, name, _return_tensor(getattr(model, name)))
     return model, processor
 
 
-def _as_tensor(features: Callable[..., Any]) -> Callable[..., Tensor]:
+def _return_tensor(features: Callable[..., Any]) -> Callable[..., Tensor]:
     """Since transformers 5 the features come in an output of several; torchmetrics takes the tensor alone."""
 
     def taken(*args: Any, **kwargs: Any) -> Tensor:

@@ -87,7 +87,7 @@ class RegionalAttention(nn.Module):
         edges = [width * row for row in (0, *itertools.accumulate(sizes))]
         bands = {(edges[first], edges[last]): sizes[first:last] for first, last in spans(len(sizes), chunks, 1)}
         with hold_weights():
-            pooled = _pooled(norm, tokens, height, width)
+            pooled = _pool(norm, tokens, height, width)
             keys, values = self.to_k(pooled), self.to_v(pooled)
 
             def attended(start: int, stop: int) -> Tensor:
@@ -171,7 +171,7 @@ def pooled_map(whole: Tensor, height: int = POOLED) -> Tensor:
     return pooled.flatten(2).transpose(1, 2)
 
 
-def _pooled(norm: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
+def _pool(norm: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
     """The pooled map's tokens (N, tokens, C) of norm(tokens), one of its rows after the other."""
     rows = min(POOLED, height)
 

@@ -26,7 +26,7 @@ from ..settings import Fidelity, Settings
 from ..units import format_size, parse_size
 from ..weights import all_tensors
 from .layers import check_unet
-from .merged import in_turn
+from .merged import merge_plans
 
 Part = tuple[Any, int]
 """A UNet, and how many steps it takes."""
@@ -100,7 +100,7 @@ def scheduled(
         for (unet, steps), request in zip(parts, requests, strict=True):
             pipe.register_modules(unet=unet)
             turns.append(_Turn(unet, steps, make_plan(anatomy_of(pipe), request, fixed, approximate)))
-        plan = in_turn([turn.plan for turn in turns], [_waiting(unet, parts) for unet, _ in parts])
+        plan = merge_plans([turn.plan for turn in turns], [_waiting(unet, parts) for unet, _ in parts])
         if any(unet is not own for unet, _ in parts):
             plan = dataclasses.replace(plan, fidelity=Fidelity.APPROXIMATE)
         following = _Following(turns, functools.partial(_change, pipe, fixed, approximate))

@@ -95,7 +95,7 @@ class Encoded:
 
 
 @torch.no_grad()
-def encoded(pipe: Any, items: list[Captioned], side: int) -> Encoded:
+def encode_pictures(pipe: Any, items: list[Captioned], side: int) -> Encoded:
     """The pictures and captions through a pipeline's autoencoder and text encoder, on the CPU at the end."""
     scale = pipe.vae.config.scaling_factor
     models = [*pipe.vae.state_dict().values(), *pipe.text_encoder.state_dict().values()]

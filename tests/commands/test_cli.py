@@ -366,7 +366,7 @@ def test_a_new_knob_becomes_an_option(monkeypatch):
     def base(a: int, settings: dict) -> None:
         assert settings["new_one"] == 4 and a == 1
 
-    wrapped = generated.with_knobs(base)
+    wrapped = generated.add_knob_options(base)
     names = list(inspect.signature(wrapped).parameters)
     assert names[0] == "a" and names[-1] == "new_one" and "hidden_one" not in names
     wrapped(a=1, **dict.fromkeys(names[1:-1]), new_one=4)

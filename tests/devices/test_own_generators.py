@@ -40,12 +40,12 @@ def _as_users_do(pipe: Any) -> None:
 ACTIONS: dict[str, Callable[[Any], Any]] = {
     "plan, optimize, decode": _as_users_do,
     "doctor": lambda _: examination.examine(),
-    "doctor --calibrate": lambda _: examination.calibrated(),
+    "doctor --calibrate": lambda _: examination.calibrate_machine(),
     "what compiling gains": lambda _: compile_gain._part_of_unet(default_device()),
     "rates without diffusers": lambda _: calibration._plain_layers(default_device()),
 }
 if importlib.util.find_spec("sd_lowvram.unets") is not None:
-    ACTIONS["analysis of a UNet"] = lambda pipe: importlib.import_module("sd_lowvram.unets.analysis").analysed(
+    ACTIONS["analysis of a UNet"] = lambda pipe: importlib.import_module("sd_lowvram.unets.analysis").analyse_unet(
         pipe.unet, 64, 64
     )
 

@@ -15,7 +15,7 @@ import sd_lowvram
 from sd_lowvram.checkpoints.fingerprint import fingerprint
 from sd_lowvram.checkpoints.inspection import model_path
 from sd_lowvram.checkpoints.load_autoencoder import load_autoencoder
-from sd_lowvram.commands.decode_saved import foretold
+from sd_lowvram.commands.decode_saved import locate_files
 from sd_lowvram.commands.latents import job_of, pictures_from
 from sd_lowvram.errors import CheckpointError
 from sd_lowvram.saved_latents.file import Saved, read_saved, write_saved
@@ -95,7 +95,7 @@ def test_latents_that_tell_nonsense(folder, about, changed, fields, shape, dtype
 def decoded(file: Path) -> None:
     """What ``resume`` does with a host's latents before it loads an autoencoder."""
     saved = read_saved(file)
-    assert not is_hosted(saved) or foretold(file, saved, {})
+    assert not is_hosted(saved) or locate_files(file, saved, {})
 
 
 HOSTED: dict[str, Any] = {"version": sd_lowvram.__version__, "host": "ComfyUI", "autoencoder": None, "texts": []}

@@ -22,9 +22,9 @@ from PIL import Image
 from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sd_lowvram.commands.decode_saved import decoded
+from sd_lowvram.commands.decode_saved import decode_file
 from sd_lowvram.saved_latents.file import read_saved
-from sd_lowvram.saved_latents.hosted import hosted_of
+from sd_lowvram.saved_latents.hosted import read_hosted
 
 TEXT = torch.randn(1, 77, 32, generator=torch.Generator().manual_seed(1))
 NOISE = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(2))
@@ -676,11 +676,11 @@ def test_latents_are_saved_first(pack, vae, tmp_path, monkeypatch, choice) -> No
     if not left:
         return
     saved = read_saved(left[0])
-    hosted = hosted_of(left[0], saved)
+    hosted = read_hosted(left[0], saved)
     assert hosted.autoencoder == "/models/checkpoints/a.safetensors"
     assert [sorted(one) for one in hosted.texts] == [["prompt", "workflow"]] * len(LATENTS)
     vae.first_stage_model.save_pretrained(tmp_path / "vae")
-    result = decoded(left[0], saved, {"model": str(tmp_path / "vae")}, False, Console(quiet=True))
+    result = decode_file(left[0], saved, {"model": str(tmp_path / "vae")}, False, Console(quiet=True))
     assert not left[0].exists() and len(result["files"]) == len(LATENTS)
     with Image.open(result["files"][0]) as picture:
         assert json.loads(picture.text["prompt"]) == prompt

@@ -18,7 +18,7 @@ from sd_lowvram.cli import app
 from sd_lowvram.demo import COLOURS_PATH
 from sd_lowvram.files import whole
 from sd_lowvram.previews import colours
-from sd_lowvram.previews.prediction import predicted
+from sd_lowvram.previews.prediction import show_predictions
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def demo():
 
 @pytest.mark.slow(8)
 def test_the_demos_map_is_what_fitting_it_gives(demo):
-    shipped, fitted = colours.of_the_demo(), colours.fitted(demo.vae)
+    shipped, fitted = colours.demo_colours(), colours.fit(demo.vae)
     assert torch.allclose(torch.tensor(shipped.rows), torch.tensor(fitted.rows), atol=2e-3)
     assert fitted.explained == pytest.approx(json.loads(COLOURS_PATH.read_text())["explained"], abs=2e-3)
     assert fitted.explained > 0.8
@@ -40,14 +40,14 @@ def test_the_demos_map_is_what_fitting_it_gives(demo):
 def test_previews_come_near_the_picture(demo):
     """The last is nearer to it than a plain picture of its mean colour, and nearer than the first."""
     shown = []
-    with predicted(demo, 5, lambda step, latents: shown.append((step, latents))):
+    with show_predictions(demo, 5, lambda step, latents: shown.append((step, latents))):
         image = demo(
             "a red apple", num_inference_steps=20, guidance_scale=4.0, output_type="pt",
             generator=torch.Generator().manual_seed(1),
         ).images  # fmt: skip
     assert [step for step, _ in shown] == [5, 10, 15, 20]
     squares = adaptive_avg_pool2d(image, shown[0][1].shape[2:])[0].permute(1, 2, 0)
-    away = [(colours.of_the_demo().of(latents)[0] / 255 - squares).abs().mean() for _, latents in shown]
+    away = [(colours.demo_colours().of(latents)[0] / 255 - squares).abs().mean() for _, latents in shown]
     assert away[-1] < 0.6 * (squares - squares.mean((0, 1))).abs().mean() and away[-1] < away[0]
     assert "step" not in vars(demo.scheduler)
 
@@ -64,7 +64,7 @@ def test_every_schedulers_last_prediction_is_its_picture(scheduler, prediction):
         return pipe("a cat", generator=torch.Generator().manual_seed(1), **asked).images
 
     whole_run, shown = run(), []
-    with predicted(pipe, 1, lambda step, latents: shown.append(latents)):
+    with show_predictions(pipe, 1, lambda step, latents: shown.append(latents)):
         assert torch.equal(run(), whole_run)
     unscaled = whole_run / pipe.vae.config.scaling_factor
     away = [float((latents - unscaled).abs().mean() / unscaled.abs().mean()) for latents in shown]
@@ -77,7 +77,7 @@ def test_another_models_map_is_fitted_once(monkeypatch, tmp_path):
     before = {name: tensor.clone() for name, tensor in vae.state_dict().items()}
     first = colours.colours_of(vae, lambda: "this one")
     assert all(torch.equal(tensor, before[name]) for name, tensor in vae.state_dict().items())
-    monkeypatch.setattr(colours, "fitted", lambda vae: pytest.fail("fitted once more"))
+    monkeypatch.setattr(colours, "fit", lambda vae: pytest.fail("fitted once more"))
     assert colours.colours_of(vae, lambda: "this one") == first
     assert first.of(torch.zeros(2, 4, 8, 9)).shape == (2, 8, 9, 3)
     (file,) = tmp_path.rglob("*.json")

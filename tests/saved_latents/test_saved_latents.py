@@ -19,7 +19,7 @@ from sd_lowvram.checkpoints.schedulers import SCHEDULERS, set_scheduler
 from sd_lowvram.errors import BadInputError, NotFiniteError
 from sd_lowvram.saved_latents.file import Saved, read_saved, write_saved
 from sd_lowvram.saved_latents.interval import Interval, parse_interval
-from sd_lowvram.saved_latents.keeping import Safety, kept
+from sd_lowvram.saved_latents.keeping import Safety, keep_latents
 
 STEPS = 5
 EVERY_MINUTE = Interval()
@@ -47,7 +47,7 @@ def run(
 ):
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
     calls = []
-    with kept(pipe, generators, Safety(path, interval=interval, start=start)) as keeper:
+    with keep_latents(pipe, generators, Safety(path, interval=interval, start=start)) as keeper:
 
         def after(_, step, __, values):
             values = keeper.after(step + 1, values)

@@ -30,10 +30,10 @@ def write_changed_demo(folder: Path, drop: tuple[str, ...] = (), **changes: Any)
     from sd_lowvram.unets.changes import BlockChanges
     from sd_lowvram.unets.checkpoints.save import save_pipeline
     from sd_lowvram.unets.cuts import whole
-    from sd_lowvram.unets.prune import cut_by_names, pruned
+    from sd_lowvram.unets.prune import cut_by_names, prune_unet
 
     pipe: Any = load_pipeline(None)
     config = pipe.unet.config
     cut = cut_by_names(config, drop=drop) if drop else whole(config)
-    pipe.register_modules(unet=pruned(pipe.unet, cut, BlockChanges(**changes)))
+    pipe.register_modules(unet=prune_unet(pipe.unet, cut, BlockChanges(**changes)))
     save_pipeline(pipe, folder)

@@ -15,10 +15,10 @@ from sd_lowvram.tracing import trace
 def _changed(**settings: Any) -> Call:
     from sd_lowvram.unets.changes import BlockChanges
     from sd_lowvram.unets.cuts import whole
-    from sd_lowvram.unets.prune import pruned
+    from sd_lowvram.unets.prune import prune_unet
 
     unet = denoiser()
-    changed = pruned(unet, whole(unet.config), BlockChanges(experts=2, regions=8))
+    changed = prune_unet(unet, whole(unet.config), BlockChanges(experts=2, regions=8))
     return denoiser_call(changed, 2, 32, 24)._replace(settings=settings)
 
 

@@ -32,10 +32,10 @@ from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.unets.asdm_unet import ASDMUNet2DConditionModel
 from sd_lowvram.unets.changes import BlockChanges
-from sd_lowvram.unets.combine import combined
+from sd_lowvram.unets.combine import combine_unets
 from sd_lowvram.unets.cond_conv import CondConv2d
 from sd_lowvram.unets.cuts import Cut, whole
-from sd_lowvram.unets.prune import cut_of_kind, pruned
+from sd_lowvram.unets.prune import cut_of_kind, prune_unet
 
 WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
 
@@ -58,7 +58,7 @@ def layers_of(unet: Any) -> dict[str, CondConv2d]:
 
 @functools.cache
 def mixed() -> Any:
-    return routed(pruned(original(), base(), BlockChanges(experts=2)))
+    return routed(prune_unet(original(), base(), BlockChanges(experts=2)))
 
 
 def called(unet: Any, size: tuple[int, int] = (33, 41), batch: int = 2) -> torch.Tensor:
@@ -75,7 +75,7 @@ def plain_result() -> torch.Tensor:
 def pipeline() -> Any:
     """The demo model with experts in its outermost blocks."""
     pipe = load_pipeline(None, dtype=torch.float32)
-    unet = routed(pruned(pipe.unet, whole(pipe.unet.config), BlockChanges(experts=3)))
+    unet = routed(prune_unet(pipe.unet, whole(pipe.unet.config), BlockChanges(experts=3)))
     made = type(pipe)(**{**pipe.components, "unet": unet}, requires_safety_checker=False)
     made.set_progress_bar_config(disable=True)
     return made
@@ -145,7 +145,7 @@ def test_one_expert_is_the_plain_model(tmp_path: Path) -> None:
 
 
 def test_experts_are_kept_inherited_and_drawn() -> None:
-    made = pruned(original(), base(), BlockChanges(experts=3, seed=5))
+    made = prune_unet(original(), base(), BlockChanges(experts=3, seed=5))
     layers, old = layers_of(made), original().state_dict()
     assert len(layers) == 7 and all(path.startswith(("down_blocks.0.", "up_blocks.3.")) for path in layers)
     inherited = {  # path here: in the whole UNet staying, cut
@@ -160,31 +160,33 @@ def test_experts_are_kept_inherited_and_drawn() -> None:
                 assert torch.equal(expert, old[f"{name}.{part}"]), (path, name)
     shares = layers["down_blocks.0.resnets.0.conv1"].shares(torch.randn(2, 32))
     assert torch.allclose(shares, torch.tensor([0.9, 0.05, 0.05]))
-    again, other = (pruned(original(), base(), BlockChanges(experts=3, seed=seed)).state_dict() for seed in (5, 6))
+    again, other = (prune_unet(original(), base(), BlockChanges(experts=3, seed=seed)).state_dict() for seed in (5, 6))
     drawn = {name for name, weight in made.state_dict().items() if not torch.equal(weight, other[name])}
     assert all(torch.equal(weight, again[name]) for name, weight in made.state_dict().items())
     assert len(drawn) == 14  # kernel and bias of every layer: one was cut next to those that inherit, and two are asked
 
 
 def test_blocks_are_named_as_they_are_after_the_cut() -> None:
-    made = pruned(original(), cut_of_kind(original().config, "tiny"), BlockChanges(experts=2, blocks=("dn1", "up2")))
+    made = prune_unet(
+        original(), cut_of_kind(original().config, "tiny"), BlockChanges(experts=2, blocks=("dn1", "up2"))
+    )
     assert {path.split(".res")[0].split(".down")[0] for path in layers_of(made)} == {"down_blocks.1", "up_blocks.2"}
     assert made.config["changed_blocks"] == ["dn1", "up2"] and called(made).isfinite().all()
-    middle = pruned(original(), whole(original().config), BlockChanges(experts=2, blocks=("mid",)))
+    middle = prune_unet(original(), whole(original().config), BlockChanges(experts=2, blocks=("mid",)))
     assert [path.split(".")[0] for path in layers_of(middle)] == ["mid_block"] * 4
 
 
 def test_experts_are_combined_with_the_original() -> None:
-    made = combined(mixed(), original(), 1)
+    made = combine_unets(mixed(), original(), 1)
     ours, theirs = made.state_dict(), mixed().state_dict()
     assert layers_of(made).keys() == layers_of(mixed()).keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs if name.startswith("up_blocks.3."))
-    tiniest = pruned(original(), cut_of_kind(original().config, "tiny"), BlockChanges(experts=2))
+    tiniest = prune_unet(original(), cut_of_kind(original().config, "tiny"), BlockChanges(experts=2))
     assert tiniest.config["changed_blocks"] == ["dn0", "up2"]
-    assert combined(tiniest, original(), 2).config["changed_blocks"] == ["dn0", "up3"]
-    deep = pruned(original(), base(), BlockChanges(experts=2, blocks=("dn1",)))
+    assert combine_unets(tiniest, original(), 2).config["changed_blocks"] == ["dn0", "up3"]
+    deep = prune_unet(original(), base(), BlockChanges(experts=2, blocks=("dn1",)))
     with pytest.raises(BadInputError, match="dn1, "):
-        combined(deep, original(), 1)
+        combine_unets(deep, original(), 1)
 
 
 @pytest.mark.parametrize("way", ["layer", "blocks", "halves", "component"])
@@ -326,7 +328,7 @@ def test_changed_models_are_not_cut_again(ground: Path) -> None:
     why = "has experts=2 and regions=None in dn0, up3 already"
     assert result.exit_code == 2 and why in " ".join(result.output.split())
     with pytest.raises(BadInputError, match=r"Linear.*UNet"):
-        pruned(torch.nn.Linear(2, 2), base(), BlockChanges(experts=2))
+        prune_unet(torch.nn.Linear(2, 2), base(), BlockChanges(experts=2))
 
 
 @pytest.mark.parametrize("value", [0, "many", None, 1.5, True, 65, 10**30])

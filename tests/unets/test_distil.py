@@ -25,7 +25,7 @@ from sd_lowvram.cli import app
 from sd_lowvram.unets.distil import TrainingRun, distil
 from sd_lowvram.unets.supervision import clean_of
 from sd_lowvram.unets.training import min_snr_weights, noise_levels
-from sd_lowvram.unets.training_pictures import captioned_pictures, encoded
+from sd_lowvram.unets.training_pictures import captioned_pictures, encode_pictures
 
 WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
 STEPS = 12
@@ -108,7 +108,7 @@ def test_it_goes_on_with_another_number_of_threads_in_a_folder_that_is_new(groun
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_what_comes_back_is_a_plain_unet(ground: Path, tmp_path: Path, precision: str) -> None:
     pipe = load_pipeline(None)
-    data = encoded(pipe, captioned_pictures(ground / "pictures"), 64)
+    data = encode_pictures(pipe, captioned_pictures(ground / "pictures"), 64)
     course = TrainingRun(1, 2, precision=precision)
     made = distil(pipe.unet, pipe.unet, pipe.vae, pipe.scheduler, data, course, tmp_path / "x.pt", lambda *_: None)
     assert "forward" not in vars(made)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
 from sd_lowvram.unets.commands.generate import ScheduledSteps, parse_schedule
-from sd_lowvram.unets.prune import cut_by_names, pruned
+from sd_lowvram.unets.prune import cut_by_names, prune_unet
 
 SEEDED = ("--seed", "3", "--vram", "2GB", "--device", "cpu")
 
@@ -26,7 +26,7 @@ def small(tmp_path_factory: Any) -> Path:
     """A folder with the unet folder of a pruned demo model."""
     folder = tmp_path_factory.mktemp("small")
     pipe: Any = load_pipeline(None, dtype=torch.float32)
-    pruned(pipe.unet, cut_by_names(pipe.unet.config, drop=["mid"])).save_pretrained(folder / "unet")
+    prune_unet(pipe.unet, cut_by_names(pipe.unet.config, drop=["mid"])).save_pretrained(folder / "unet")
     return folder
 
 

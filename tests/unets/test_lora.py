@@ -22,21 +22,21 @@ from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
 from sd_lowvram.errors import BadInputError, CheckpointError
 from sd_lowvram.settings import Settings
-from sd_lowvram.unets.combine import combined
+from sd_lowvram.unets.combine import combine_unets
 from sd_lowvram.unets.lora import lora_for
-from sd_lowvram.unets.prune import cut_by_names, cut_of_kind, pruned
+from sd_lowvram.unets.prune import cut_by_names, cut_of_kind, prune_unet
 
 
 def of_kind(kind: str) -> Callable[[Any], Any]:
-    return lambda unet: pruned(unet, cut_of_kind(unet.config, kind))
+    return lambda unet: prune_unet(unet, cut_of_kind(unet.config, kind))
 
 
 def by_names(*names: str) -> Callable[[Any], Any]:
-    return lambda unet: pruned(unet, cut_by_names(unet.config, drop=names))
+    return lambda unet: prune_unet(unet, cut_by_names(unet.config, drop=names))
 
 
 def m2(unet: Any) -> Any:
-    return combined(of_kind("base")(unet), unet, 2)
+    return combine_unets(of_kind("base")(unet), unet, 2)
 
 
 CUTS = {
@@ -184,7 +184,7 @@ def test_the_command_writes_what_diffusers_loads_beside_a_plan(tmp_path: Path) -
     pipe.load_lora_weights(tmp_path / "style.safetensors")
     pipe.fuse_lora()
     pipe.unload_lora_weights()
-    pipe.register_modules(unet=pruned(pipe.unet, cut_by_names(pipe.unet.config, drop=["mid"])))
+    pipe.register_modules(unet=prune_unet(pipe.unet, cut_by_names(pipe.unet.config, drop=["mid"])))
     cut = load_pipeline(str(tmp_path / "cut"), dtype=torch.float32)
     plain = drawn(cut)
     cut.load_lora_weights(tmp_path / "fitted.safetensors")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from sd_lowvram.cli import app
 from sd_lowvram.errors import BadInputError
-from sd_lowvram.unets.published_measures import CLIP, at_hand, clip_of, published_measures
+from sd_lowvram.unets.published_measures import CLIP, clip_of, published_measures, weight_paths
 
 TOKENIZER = Path(__file__).parents[2] / "sd_lowvram" / "demo" / "model" / "tokenizer"
 PROMPTS = 2 * ["a cat", "a dog", "an apple", "a car", "a tree", "a house"]
@@ -55,18 +55,18 @@ def test_weights_that_are_missing_are_named(caches: Path, monkeypatch: pytest.Mo
     file = caches / "hub" / "checkpoints" / "inception.pth"
     both = f"Inception network are looked for at {re.escape(str(file))} .*; those of {CLIP} are looked for in Hugging"
     with pytest.raises(BadInputError, match=both):
-        at_hand()
+        weight_paths()
     file.parent.mkdir(parents=True)
     file.touch()
     small_clip(caches / "hf")
-    folder = at_hand().clip
+    folder = weight_paths().clip
     (folder / "model.safetensors").unlink()
     with pytest.raises(BadInputError, match=f"{CLIP} .*Hugging Face"):
-        at_hand()
+        weight_paths()
     (folder / "model.safetensors").touch()
     file.unlink()
     with pytest.raises(BadInputError, match="Inception") as told:
-        at_hand()
+        weight_paths()
     assert CLIP not in str(told.value)
 
 
@@ -102,7 +102,7 @@ def test_the_values_are_torchmetrics_own(caches: Path, monkeypatch: pytest.Monke
     file.parent.mkdir(parents=True)
     torch.save(random_inception(inception), file)
     model, processor = small_clip(caches / "hf")
-    measures = published_measures(pictures(0).split(5), at_hand())
+    measures = published_measures(pictures(0).split(5), weight_paths())
     for seed in (1, 2):  # the second time nothing is left of the first
         found = measures(pictures(seed), PROMPTS)
         assert found == measures(pictures(seed), PROMPTS)
@@ -125,7 +125,7 @@ def test_the_values_are_torchmetrics_own(caches: Path, monkeypatch: pytest.Monke
     for content in (b"", b"no weights", file.read_bytes()[:1000]):
         file.write_bytes(content)
         with pytest.raises(BadInputError, match=re.escape(str(file))):
-            published_measures(pictures(0).split(5), at_hand())
+            published_measures(pictures(0).split(5), weight_paths())
 
 
 def random_inception(module: object) -> dict[str, Tensor]:

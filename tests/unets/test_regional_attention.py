@@ -32,11 +32,11 @@ from sd_lowvram.hooks.attention import kernel_counts
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.tracing import trace
-from sd_lowvram.unets.analysis import analysed
+from sd_lowvram.unets.analysis import analyse_unet
 from sd_lowvram.unets.asdm_unet import ASDMUNet2DConditionModel
 from sd_lowvram.unets.changes import BlockChanges
 from sd_lowvram.unets.cuts import whole
-from sd_lowvram.unets.prune import pruned
+from sd_lowvram.unets.prune import prune_unet
 from sd_lowvram.unets.regional_attention import Band, RegionalAttention, region_sizes, runs
 
 SIZES = (512, 1024, 2048)
@@ -55,7 +55,7 @@ def attentions_of(unet: Any) -> dict[str, RegionalAttention]:
 
 @functools.cache
 def regional(side: int = 8, blocks: tuple[str, ...] = ()) -> Any:
-    return gated(pruned(original(), whole(original().config), BlockChanges(regions=side, blocks=blocks)))
+    return gated(prune_unet(original(), whole(original().config), BlockChanges(regions=side, blocks=blocks)))
 
 
 def called(unet: Any, size: tuple[int, int] = (33, 41), batch: int = 2) -> torch.Tensor:
@@ -65,14 +65,14 @@ def called(unet: Any, size: tuple[int, int] = (33, 41), batch: int = 2) -> torch
 
 @functools.cache
 def regional_of_full_size(side: int | None) -> Any:
-    return pruned(full_size(), whole(full_size().config), BlockChanges(regions=side))
+    return prune_unet(full_size(), whole(full_size().config), BlockChanges(regions=side))
 
 
 @functools.cache
 def pipeline() -> Any:
     """The demo model with regions of four by four tokens in its outermost blocks."""
     pipe = load_pipeline(None, dtype=torch.float32)
-    unet = gated(pruned(pipe.unet, whole(pipe.unet.config), BlockChanges(regions=4)))
+    unet = gated(prune_unet(pipe.unet, whole(pipe.unet.config), BlockChanges(regions=4)))
     made = type(pipe)(**{**pipe.components, "unet": unet}, requires_safety_checker=False)
     made.set_progress_bar_config(disable=True)
     return made
@@ -132,7 +132,7 @@ def test_tokens_see_their_region_and_the_pooled_map(height: int, width: int, dty
 
 @pytest.mark.parametrize("size", [(33, 41), (16, 16)])
 def test_regions_as_large_as_the_map_are_plain_attention(size: tuple[int, int]) -> None:
-    shut = pruned(original(), whole(original().config), BlockChanges(regions=41))
+    shut = prune_unet(original(), whole(original().config), BlockChanges(regions=41))
     assert len(attentions_of(shut)) == 5 and all(not one.gate.any() for one in attentions_of(shut).values())
     plain = called(original(), size)
     assert tiny.relative_error(called(shut, size), plain) < 1e-6
@@ -150,7 +150,10 @@ def test_maps_of_inner_blocks_are_found(blocks: tuple[str, ...]) -> None:
 def test_cost_grows_with_the_pixels() -> None:
     regional_costs, plain_costs = (
         [
-            {unit.name: unit for unit in analysed(regional_of_full_size(side), size, size, rates=profile("rtx2070"))}
+            {
+                unit.name: unit
+                for unit in analyse_unet(regional_of_full_size(side), size, size, rates=profile("rtx2070"))
+            }
             for size in SIZES
         ]
         for side in (32, None)
@@ -253,7 +256,7 @@ def test_the_least_memory_is_no_more_than_of_the_plain_unet() -> None:
     text = torch.empty(2, 77, 768, dtype=torch.float16, device="meta")
     peaks = []
     for changes in (BlockChanges(), BlockChanges(experts=2, regions=32)):
-        unet = pruned(full_size(), whole(full_size().config), changes)
+        unet = prune_unet(full_size(), whole(full_size().config), changes)
         with sd_lowvram.attached(unet, SMALLEST, device="cpu"), torch.inference_mode():
             peaks.append(trace(unet, latents, torch.tensor(1), text, return_dict=False).activation_peak_bytes)
     assert peaks[1] <= 1.02 * peaks[0] < BOUNDS[2048]

@@ -18,7 +18,7 @@ from sd_lowvram.checkpoints.schedulers import set_scheduler
 from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.planning.memory_profile import measured
 from sd_lowvram.session import attachments
-from sd_lowvram.unets.prune import cut_by_names, pruned
+from sd_lowvram.unets.prune import cut_by_names, prune_unet
 from sd_lowvram.unets.schedule import scheduled
 from sd_lowvram.weights import all_tensors
 
@@ -34,7 +34,7 @@ def pipe() -> Any:
 
 
 def smaller(pipe: Any) -> Any:
-    return pruned(pipe.unet, cut_by_names(pipe.unet.config, drop=["mid"]))
+    return prune_unet(pipe.unet, cut_by_names(pipe.unet.config, drop=["mid"]))
 
 
 def latents(pipe: Any, steps: int) -> torch.Tensor:

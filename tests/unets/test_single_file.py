@@ -22,7 +22,7 @@ from sd_lowvram.errors import CheckpointError
 from sd_lowvram.unets.checkpoints.load_stored import load_as_stored
 from sd_lowvram.unets.checkpoints.save import save_pipeline
 from sd_lowvram.unets.checkpoints.unet_layout import CutLayout, layout_of_names
-from sd_lowvram.unets.cuts import recorded
+from sd_lowvram.unets.cuts import recorded_layers
 
 UNET = "model.diffusion_model."
 LAYERS = {"base": [1, 1, 1, 1], "small": [1, 1, 1, 1], "tiny": [1, 1, 1], "M2": [1, 1, 2, 2]}
@@ -89,7 +89,7 @@ def test_a_cut_model_loads_from_its_file_as_from_its_folder(name: str, kind: str
         assert ours.keys() == theirs.keys() and len(ours) > 30
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     configs = [pipe.unet.config for pipe in pipes]
-    assert recorded(configs[0]) == recorded(configs[1]) and recorded(configs[0])[0] == [2, 2, 2, 2]
+    assert recorded_layers(configs[0]) == recorded_layers(configs[1]) and recorded_layers(configs[0])[0] == [2, 2, 2, 2]
     assert [len(block.resnets) for block in pipes[0].unet.down_blocks] == LAYERS[kind]
     assert (pipes[0].unet.mid_block is None) == (kind in ("small", "tiny"))
     assert pipes[0].scheduler.config.prediction_type == pipes[1].scheduler.config.prediction_type

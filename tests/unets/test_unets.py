@@ -20,9 +20,9 @@ from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BadInputError
-from sd_lowvram.unets.analysis import OTHERS, analysed, by_block
-from sd_lowvram.unets.combine import combined
-from sd_lowvram.unets.prune import cut_by_names, cut_of_kind, pruned
+from sd_lowvram.unets.analysis import OTHERS, analyse_unet, sum_blocks
+from sd_lowvram.unets.combine import combine_unets
+from sd_lowvram.unets.prune import cut_by_names, cut_of_kind, prune_unet
 
 
 def told(*arguments: str) -> Any:
@@ -46,8 +46,8 @@ def test_cuts_of_full_size_are_as_published(kind: str, millions: float, share: f
     assert found["peak_bytes"] <= found["before"]["peak_bytes"]
     sizes = {"width": 256, "height": 256, "rates": profile("rtx2070")}
     whole, cut = (
-        analysed(full_size(), **sizes),
-        analysed(pruned(full_size(), cut_of_kind(full_size().config, kind)), **sizes),
+        analyse_unet(full_size(), **sizes),
+        analyse_unet(prune_unet(full_size(), cut_of_kind(full_size().config, kind)), **sizes),
     )
     ratio = sum(unit.operations for unit in cut) / sum(unit.operations for unit in whole)
     assert ratio == pytest.approx(share, abs=0.005)
@@ -56,16 +56,16 @@ def test_cuts_of_full_size_are_as_published(kind: str, millions: float, share: f
 @pytest.mark.parametrize(("blocks", "share"), [(1, 0.882), (2, 0.776)])
 def test_combinations_of_full_size_take_the_operations_that_they_should(blocks: int, share: float) -> None:
     sizes = {"width": 256, "height": 256, "rates": profile("rtx2070")}
-    base = pruned(full_size(), cut_of_kind(full_size().config, "base"))
-    mixed = analysed(combined(base, full_size(), blocks), **sizes)
-    whole = analysed(full_size(), **sizes)
+    base = prune_unet(full_size(), cut_of_kind(full_size().config, "base"))
+    mixed = analyse_unet(combine_unets(base, full_size(), blocks), **sizes)
+    whole = analyse_unet(full_size(), **sizes)
     ratio = sum(unit.operations for unit in mixed) / sum(unit.operations for unit in whole)
     assert ratio == pytest.approx(share, abs=0.005)
 
 
 def test_outer_blocks_hold_few_parameters_and_take_much_time() -> None:
-    taken = analysed(full_size(), 512, 512, rates=profile("rtx2070"))
-    blocks = {block.name: block for block in by_block(taken)}
+    taken = analyse_unet(full_size(), 512, 512, rates=profile("rtx2070"))
+    blocks = {block.name: block for block in sum_blocks(taken)}
     weights, seconds = sum(unit.parameters for unit in taken), sum(unit.seconds for unit in taken)
     assert weights == 859_520_964
     outer = [blocks["dn0"], blocks["up3"]]
@@ -76,12 +76,12 @@ def test_outer_blocks_hold_few_parameters_and_take_much_time() -> None:
 
 
 def test_units_are_measured_and_their_times_add_up() -> None:
-    taken = analysed(tiny(), 128, 128)
+    taken = analyse_unet(tiny(), 128, 128)
     assert all(unit.seconds > 0 for unit in taken) and not tiny()._forward_hooks
 
 
 def test_kept_layers_keep_their_weights() -> None:
-    base = pruned(tiny(), cut_of_kind(tiny().config, "base"))
+    base = prune_unet(tiny(), cut_of_kind(tiny().config, "base"))
     whole, left = tiny().state_dict(), base.state_dict()
     pairs = {
         "down_blocks.1.resnets.0": "down_blocks.1.resnets.0",
@@ -101,10 +101,10 @@ def test_kept_layers_keep_their_weights() -> None:
 
 
 def test_a_combination_takes_outer_blocks_from_one_and_the_rest_from_the_other() -> None:
-    base = pruned(tiny(), cut_of_kind(tiny().config, "base"))
+    base = prune_unet(tiny(), cut_of_kind(tiny().config, "base"))
     for weight in base.parameters():
         weight.add_(1)
-    mixed = combined(base, tiny(), 1)
+    mixed = combine_unets(base, tiny(), 1)
     assert torch.equal(mixed.down_blocks[0].resnets[0].conv1.weight, base.down_blocks[0].resnets[0].conv1.weight)
     assert torch.equal(mixed.up_blocks[3].resnets[1].conv1.weight, base.up_blocks[3].resnets[1].conv1.weight)
     assert torch.equal(mixed.conv_in.weight, base.conv_in.weight)
@@ -116,7 +116,7 @@ def test_a_combination_takes_outer_blocks_from_one_and_the_rest_from_the_other()
 def test_what_a_cut_leaves_runs_and_loads_again(kind: str, tmp_path: Path) -> None:
     from diffusers import UNet2DConditionModel
 
-    made = pruned(tiny(), cut_of_kind(tiny().config, kind))
+    made = prune_unet(tiny(), cut_of_kind(tiny().config, kind))
     made.save_pretrained(tmp_path / kind)
     again = UNet2DConditionModel.from_pretrained(tmp_path / kind).eval()
     latents, text = torch.randn(2, 4, 16, 16), torch.randn(2, 7, 32)
@@ -144,12 +144,12 @@ def test_a_pruned_demo_model_is_planned_streamed_and_draws(tmp_path: Path) -> No
 def test_a_cut_block_that_was_wider_leaves_the_skip_connections_weights() -> None:
     config = {**tiny().config, "block_out_channels": [32, 64, 64, 96]}
     whole = build_components({"unet": config}, seed=3)["unet"]
-    made = pruned(whole, cut_of_kind(config, "tiny")).up_blocks[0].resnets[0].conv1.weight
+    made = prune_unet(whole, cut_of_kind(config, "tiny")).up_blocks[0].resnets[0].conv1.weight
     old = whole.up_blocks[1].resnets[0].conv1.weight  # of 96 channels from below and 64 across
     assert torch.equal(made, torch.cat([old[:, :64], old[:, 96:]], dim=1))
     narrow = build_components({"unet": {**config, "block_out_channels": [32, 64, 64, 32]}}, device="meta")["unet"]
     with pytest.raises(BadInputError, match=r"64.*32"):
-        pruned(narrow, cut_of_kind(narrow.config, "tiny"))
+        prune_unet(narrow, cut_of_kind(narrow.config, "tiny"))
 
 
 @functools.cache
@@ -159,8 +159,8 @@ def cut_pipelines() -> dict[str, Any]:
     pipe.set_progress_bar_config(disable=True)
     config = {**pipe.unet.config, "layers_per_block": 2}
     whole = build_components({"unet": config}, seed=5)["unet"]
-    base, least = (pruned(whole, cut_of_kind(whole.config, kind)) for kind in ("base", "tiny"))
-    unets = {"tiny": least, "M2": combined(base, whole, 2)}
+    base, least = (prune_unet(whole, cut_of_kind(whole.config, kind)) for kind in ("base", "tiny"))
+    unets = {"tiny": least, "M2": combine_unets(base, whole, 2)}
     return {name: type(pipe)(**{**pipe.components, "unet": unet}, **_NO_CHECKER) for name, unet in unets.items()}
 
 
@@ -280,9 +280,9 @@ def test_bad_input_is_told(arguments: list[str], why: str) -> None:
 def test_all_blocks_of_a_tiny_unet_cannot_be_the_outermost() -> None:
     """Its innermost one gives its map to no other."""
     whole = tiny()
-    small = pruned(whole, cut_of_kind(whole.config, "tiny"))
+    small = prune_unet(whole, cut_of_kind(whole.config, "tiny"))
     with pytest.raises(BadInputError, match=f"from 1 to {len(small.down_blocks) - 1} can"):
-        combined(small, whole, len(small.down_blocks))
+        combine_unets(small, whole, len(small.down_blocks))
 
 
 def test_a_dry_run_does_not_say_that_it_wrote(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_model_for_inpainting_is_cut(tmp_path: Path) -> None:
 
 def test_only_unets_that_are_known_are_taken() -> None:
     with pytest.raises(BadInputError, match=r"Linear.*UNet"):
-        analysed(torch.nn.Linear(2, 2), 64, 64)
+        analyse_unet(torch.nn.Linear(2, 2), 64, 64)
     config = full_size().config
     with pytest.raises(BadInputError, match="either"):
         cut_by_names(config, ["dn0.0"], ["mid"])

@@ -30,7 +30,7 @@ from sd_lowvram.errors import BudgetError, speak_plainly
 from sd_lowvram.planning.plan import Plan, Predicted, StagePlan
 from sd_lowvram.planning.request import Request
 from sd_lowvram.saved_latents.file import read_saved
-from sd_lowvram.saved_latents.hosted import hosted_of
+from sd_lowvram.saved_latents.hosted import read_hosted
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.weights import weight_bytes
 from webui_ext.arguments import arguments
@@ -942,7 +942,7 @@ def test_latents_are_saved_from_the_sampling_to_the_pictures(
     files = sorted(tmp_path.iterdir())
     assert len(files) == (0 if choice == "off" else 2)
     for file, latents in zip(files, (2 * sampled, 3 * sampled), strict=False):
-        hosted = hosted_of(file, read_saved(file))
+        hosted = read_hosted(file, read_saved(file))
         assert torch.equal(hosted.latents, latents / host.sd_model.scale_factor)
         assert hosted.autoencoder == "/models/a.safetensors"
         assert [one["parameters"] for one in hosted.texts] == ["a cat, told", "a dog, told"]

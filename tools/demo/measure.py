@@ -28,7 +28,7 @@ from train_unet import phrase
 from sd_lowvram.files.tables import table
 from sd_lowvram.files.whole import write_json, write_whole
 from sd_lowvram.unets.checkpoints.load_unet import load_unet
-from sd_lowvram.unets.evaluate import AT_ONCE, Draw, agreement, drawn_by, pipeline_to_draw
+from sd_lowvram.unets.evaluate import AT_ONCE, Draw, agreement, draw_pictures, pipeline_to_draw
 from sd_lowvram.unets.schedule import scheduled
 
 TEACHER = "teacher"
@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
             kept = drawn / f"{name}-{seed}.pt"
             if not kept.exists():
                 with in_place(pipe, name, seed, work / "runs", args.steps):
-                    pictures = drawn_by(
+                    pictures = draw_pictures(
                         pipe, prompts, Draw(len(prompts), args.steps, args.guidance, seed * len(prompts))
                     )
                 torch.save((pictures.clamp(-1, 1) * 127).round().to(torch.int8), kept.with_suffix(".tmp"))

@@ -16,7 +16,7 @@ from ...checkpoints.inspection import CheckpointKind, single_file_config
 from ...checkpoints.single_file_names import single_file_state
 from ...errors import BadInputError
 from ...files.whole import atomic_write
-from .unet_layout import KEPT, NOTED, configured, layout_of
+from .unet_layout import KEPT, NOTED, cut_configuration, layout_of
 
 _FREE = {
     "unet": ("sample_size", "layers_per_block", "upcast_attention", "dropout"),
@@ -49,7 +49,7 @@ def check_single_file(parts: Mapping[str, Any]) -> None:
     if unet["in_channels"] not in (4, 9):
         raise BadInputError(f"a UNet of {unet['in_channels']} input channels loads from no single file: {_INSTEAD}")
     config = single_file_config(CheckpointKind(name, unet["in_channels"]), "epsilon")
-    config["unet"] = configured(config["unet"], layout_of(unet))
+    config["unet"] = cut_configuration(config["unet"], layout_of(unet))
     usual: dict[str, Any] = build_components(config, device="meta")
     for part, free in _FREE.items():
         ours, theirs = dict(parts[part].config), dict(usual[part].config)

@@ -50,7 +50,7 @@ def layout_of(config: Mapping[str, Any]) -> CutLayout:
     return CutLayout(tuple(layers_per_block(config)), config.get("mid_block_type", "mid") is not None)
 
 
-def configured(config: Mapping[str, Any], layout: CutLayout) -> dict[str, Any]:
+def cut_configuration(config: Mapping[str, Any], layout: CutLayout) -> dict[str, Any]:
     """The configuration of what is left of ``config``'s UNet; of its blocks the outermost stay."""
     blocks, gone = len(layout.layers), len(config["down_block_types"]) - len(layout.layers)
     changed: dict[str, Any] = {
@@ -112,7 +112,7 @@ def cut_unet(name: str, whole: Mapping[str, Any], header: Header, path: Path) ->
         raise CheckpointError(
             f"{path} is SDXL with layers cut out of its UNet: such a model loads from a diffusers folder"
         )
-    return OwnUNet(configured(whole, layout) | {KEPT: _note(header, path)})
+    return OwnUNet(cut_configuration(whole, layout) | {KEPT: _note(header, path)})
 
 
 def _note(header: Header, path: Path) -> Any:

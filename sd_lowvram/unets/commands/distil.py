@@ -71,7 +71,7 @@ def distil(
         check_layout(out, student, empty_unet(student))
         console = Console(stderr=True)
         with Bars(console, not as_json).running():
-            last = _trained(student, teacher, data, out, run, checkpoint, as_json)
+            last = _train(student, teacher, data, out, run, checkpoint, as_json)
         summary = {"out": str(out), "checkpoint": str(checkpoint), "steps": steps, "losses": last}
         print(json.dumps(summary, indent=2) if as_json else f"written: {out}")
 
@@ -89,7 +89,7 @@ def _checkpoint_of(out: Path) -> Path:
     return checkpoint
 
 
-def _trained(
+def _train(
     student: str, teacher: str | None, data: Path, out: Path, run: Any, checkpoint: Path, quiet: bool
 ) -> dict[str, float]:
     """Train, write ``out`` and print the last means of the terms (none if all steps were done already)."""
@@ -102,7 +102,7 @@ def _trained(
     from ..distil import distil as train
     from ..layers import own_side
     from ..supervision import check_match
-    from ..training_pictures import captioned_pictures, encoded
+    from ..training_pictures import captioned_pictures, encode_pictures
 
     items = captioned_pictures(data)
     large, small = load_pipeline(teacher, dtype=torch.float32), load_as_stored(student)
@@ -115,7 +115,7 @@ def _trained(
         if not quiet:
             print(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in terms.items()), flush=True)
 
-    pictures = encoded(large, items, side)
+    pictures = encode_pictures(large, items, side)
     with stop_between_steps() as stopped:
         trained = train(large.unet, small.unet, large.vae, large.scheduler, pictures, run, checkpoint, tell, stopped)
     if trained is not None:

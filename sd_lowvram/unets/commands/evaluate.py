@@ -73,31 +73,31 @@ def evaluate(
 
         draw = Draw(pictures, steps, guidance, seed)
         with Bars(Console(stderr=True), not as_json).running():
-            measured = _evaluated(student, teacher, data, draw, pairs, semantic, torchmetrics)
+            measured = _evaluate(student, teacher, data, draw, pairs, semantic, torchmetrics)
         print(json.dumps(measured, indent=2) if as_json else "\n".join(_lines(measured)))
 
 
-def _evaluated(
+def _evaluate(
     student: str, teacher: str | None, data: Path, draw: Any, pairs: int, semantic: str, torchmetrics: bool
 ) -> dict[str, Any]:
-    from ..analysis import counted
-    from ..evaluate import evaluated, ground_of, pipeline_to_draw, step_times
+    from ..analysis import count_costs
+    from ..evaluate import evaluate_unets, ground_of, pipeline_to_draw, step_times
     from ..frozen import frozen_features
     from ..layers import own_side
-    from ..published_measures import at_hand, published_measures
+    from ..published_measures import published_measures, weight_paths
     from ..supervision import check_match
     from ..training_pictures import captioned_pictures, read_pictures
 
-    weights = at_hand() if torchmetrics else None  # before anything is drawn
+    weights = weight_paths() if torchmetrics else None  # before anything is drawn
     items, features = captioned_pictures(data), frozen_features(semantic)
     large, small = (pipeline_to_draw(model) for model in (teacher, student))
     check_match(large.unet, small.unet)
     ground = ground_of(large, items, features, draw)
     more = published_measures(read_pictures(items, own_side(large.unet)), weights) if weights else None
-    rows: dict[str, Any] = evaluated(large, small, ground, draw, more)
+    rows: dict[str, Any] = evaluate_unets(large, small, ground, draw, more)
     times = step_times(large.unet, small.unet, pairs)
     for name, model, seconds in (("teacher", teacher, "plain_seconds"), ("student", student, "seconds")):
-        rows[name] |= {"step_seconds": times[seconds], **counted(empty_unet(model))}
+        rows[name] |= {"step_seconds": times[seconds], **count_costs(empty_unet(model))}
     return {"draw": asdict(draw), "features": semantic, "pairs": pairs, "rows": rows}
 
 

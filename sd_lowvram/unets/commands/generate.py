@@ -14,7 +14,7 @@ from ...checkpoints.inspection import model_path
 from ...commands.exit_codes import exit_on_error
 from ...commands.generate import check_prompt_given, print_result
 from ...commands.inputs import PICTURE, RUN, SPLIT, Job, check_job, option
-from ...commands.knobs import with_fields, with_knobs
+from ...commands.knobs import add_field_options, add_knob_options
 from ...commands.values import MOST_STEPS, checked_settings
 from ...errors import BadInputError
 from ..turns import NAME, OWN, parse_turns
@@ -33,8 +33,8 @@ class ScheduledSteps(NamedTuple):
 
 
 @unet.command()
-@with_knobs
-@with_fields(
+@add_knob_options
+@add_field_options(
     Job, **dict.fromkeys(SPLIT), steps=1, init_image=None, strength=None, mask=None, policy=None, memory_plot=None
 )
 def generate(
@@ -137,7 +137,7 @@ def paint_scheduled(job: Job, parts: Sequence[ScheduledSteps], console: Console)
         unets = own | {name: load_unet(folder, pipe.unet.dtype) for name, folder in folders.items()}
     heed_interrupts()
     loaded = time.perf_counter()
-    job = paint.sized(job, pipe, {})
+    job = paint.size_job(job, pipe, {})
     check_writable(files[0], job.batch * ((job.width or 0) * (job.height or 0) * 4 + (64 << 10)))
     turns = [(unets[part.name], part.steps) for part in parts]
     within: dict[str, Any] = {"vram": job.vram, "ram": job.ram, "width": job.width, "height": job.height}

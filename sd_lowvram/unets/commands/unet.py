@@ -78,9 +78,9 @@ def analyse(
         if dry_run and gpu is None:
             raise BadInputError("--dry-run measures no times: name a GPU with --gpu, rtx2070 for example")
         console = Console(stderr=True)
-        loaded = empty_unet(model) if rates else nn.Module.float(_loaded(model, console).unet)  # as a CPU runs it
+        loaded = empty_unet(model) if rates else nn.Module.float(_load(model, console).unet)  # as a CPU runs it
         with Bars(console, not as_json).running():
-            taken = _taken(loaded, width, height, rates)
+            taken = _measure_units(loaded, width, height, rates)
         if plot is not None:
             from ...files.whole import write_whole
             from ..analysis_plot import analysis_png
@@ -132,23 +132,23 @@ def prune(
         changes = _changes(experts, regions, changed or ())
         if sum(map(bool, (kind, drop, keep))) > 1 or not (kind or drop or keep or changes):
             raise BadInputError("name one cut: --kind base, small or tiny, or what to --drop, or what to --keep")
-        checked = _checked_out(out, dry_run)
+        checked = _check_out(out, dry_run)
         empty = empty_unet(model)
         cut = _cut(empty, kind, drop or (), keep or ())
-        from ..analysis import counted
-        from ..prune import pruned
+        from ..analysis import count_costs
+        from ..prune import prune_unet
 
-        smaller = pruned(empty, cut, changes)
+        smaller = prune_unet(empty, cut, changes)
         _check_changeable(empty, changes, model)
         check_layout(out, model, smaller)
-        before, after = counted(empty), counted(smaller)
+        before, after = count_costs(empty), count_costs(smaller)
         if not dry_run:
             from rich.console import Console
 
             from ..checkpoints.save import save_pipeline
 
-            pipe = _loaded(model, Console(stderr=True))
-            pipe.register_modules(unet=pruned(pipe.unet, cut, changes))
+            pipe = _load(model, Console(stderr=True))
+            pipe.register_modules(unet=prune_unet(pipe.unet, cut, changes))
             save_pipeline(pipe, checked)
         _tell_cut(before, after, None if dry_run else out, as_json)
 
@@ -172,22 +172,22 @@ def combine(
         check_given(model=model, compressed=compressed)
         if model == compressed:
             raise BadInputError(f"--compressed and --model are both {model}: nothing would be put together")
-        checked = _checked_out(out, dry_run)
-        from ..analysis import counted
-        from ..combine import combined
+        checked = _check_out(out, dry_run)
+        from ..analysis import count_costs
+        from ..combine import combine_unets
 
         empty = empty_unet(model)
-        combined_unet = combined(empty_unet(compressed), empty, blocks)
+        combined_unet = combine_unets(empty_unet(compressed), empty, blocks)
         check_layout(out, model, combined_unet)
-        before, after = counted(empty), counted(combined_unet)
+        before, after = count_costs(empty), count_costs(combined_unet)
         if not dry_run:
             from rich.console import Console
 
             from ..checkpoints.save import save_pipeline
 
             console = Console(stderr=True)
-            pipe, other = _loaded(model, console), _loaded(compressed, console)
-            pipe.register_modules(unet=combined(other.unet, pipe.unet, blocks))
+            pipe, other = _load(model, console), _load(compressed, console)
+            pipe.register_modules(unet=combine_unets(other.unet, pipe.unet, blocks))
             save_pipeline(pipe, checked)
         _tell_cut(before, after, None if dry_run else out, as_json)
 
@@ -197,7 +197,7 @@ def _check_sides(width: int | None, height: int | None) -> None:
     check_side("height", height)
 
 
-def _checked_out(out: Path | None, dry_run: bool) -> Path:
+def _check_out(out: Path | None, dry_run: bool) -> Path:
     """The folder or file to write to, which must be new; asked before anything is loaded."""
     if out is None:
         if dry_run:
@@ -252,7 +252,7 @@ def empty_unet(model: str | None) -> Any:
     return meta_anatomy(model, torch.float16, only=("unet",)).denoiser_module
 
 
-def _loaded(model: str | None, console: Any) -> Any:
+def _load(model: str | None, console: Any) -> Any:
     """The pipeline with its weights, in the type in which they are stored."""
     from ...checkpoints.architectures import NAMES
     from ..checkpoints.load_stored import load_as_stored
@@ -303,12 +303,12 @@ def _cut(empty: Any, kind: str | None, drop: Any, keep: Any) -> Cut:
     return cut_of_kind(empty.config, kind) if kind is not None else cut_by_names(empty.config, keep, drop)
 
 
-def _taken(unet: Any, width: int | None, height: int | None, rates: Any) -> list[Taken]:
-    from ..analysis import analysed
+def _measure_units(unet: Any, width: int | None, height: int | None, rates: Any) -> list[Taken]:
+    from ..analysis import analyse_unet
     from ..layers import own_side
 
     own = own_side(unet)
-    return analysed(unet, width or own, height or own, rates=rates)
+    return analyse_unet(unet, width or own, height or own, rates=rates)
 
 
 def _seconds(taken: list[Taken]) -> float:
@@ -321,11 +321,11 @@ def _tell(values: dict[str, Any], lines: list[str], as_json: bool) -> None:
 
 def _lines(taken: list[Taken]) -> list[str]:
     """A table of units, and of blocks."""
-    from ..analysis import by_block, totals
+    from ..analysis import sum_blocks, totals
 
     operations, seconds = totals(taken)["operations"], _seconds(taken)
     rows = [("unit", "parameters", "operations", "of them", "time", "of it", "activations")]
-    for unit in [*taken, *by_block(taken)[:-1]]:
+    for unit in [*taken, *sum_blocks(taken)[:-1]]:
         shares = (unit.operations / operations, unit.seconds / seconds)
         amounts = f"{unit.parameters / 1e6:.1f} M", f"{unit.operations / 1e9:.1f} G", f"{shares[0]:.1%}"
         times = f"{1e3 * unit.seconds:.1f} ms", f"{shares[1]:.1%}"
@@ -337,10 +337,10 @@ def _lines(taken: list[Taken]) -> list[str]:
 
 def _tell_cut(before: dict[str, Any], after: dict[str, Any], written: Path | None, as_json: bool) -> None:
     values = {"out": None if written is None else str(written), **after, "before": before}
-    _tell(values, _compared(before, after, written), as_json)
+    _tell(values, _compare(before, after, written), as_json)
 
 
-def _compared(was: dict[str, Any], now: dict[str, Any], out: Path | None) -> list[str]:
+def _compare(was: dict[str, Any], now: dict[str, Any], out: Path | None) -> list[str]:
     lines = [
         f"parameters  {now['parameters'] / 1e6:.1f} M of {was['parameters'] / 1e6:.1f} M",
         f"operations  {now['operations'] / was['operations']:.3f} of the whole model's",

@@ -21,7 +21,7 @@ from test_comfyui_inside import inside
 
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.checkpoints.single_file_names import unet_state
-from sd_lowvram.unets.prune import cut_of_kind, pruned
+from sd_lowvram.unets.prune import cut_of_kind, prune_unet
 
 pytestmark = [pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_DIR to a ComfyUI that runs"), pytest.mark.in_order]
 SMALL = "sd-lowvram-test-base.safetensors"
@@ -34,7 +34,7 @@ def server(host: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest
     """The host with the UNet alone of SD1.5 from which the cut "base" took layers."""
     small, place = tmp_path_factory.mktemp("small") / SMALL, host / "models" / "diffusion_models" / SMALL
     unet = build_components("sd15", torch.float16, "meta", ("unet",))["unet"]
-    random_checkpoint.write_state(unet_state(pruned(unet, cut_of_kind(unet.config, "base"))), small, seed=1)
+    random_checkpoint.write_state(unet_state(prune_unet(unet, cut_of_kind(unet.config, "base"))), small, seed=1)
     place.unlink(missing_ok=True)
     place.symlink_to(small)
     try:

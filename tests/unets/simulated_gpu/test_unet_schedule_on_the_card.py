@@ -13,7 +13,7 @@ from on_card import GPU
 from sd_lowvram import Settings
 from sd_lowvram.devices import this_machine
 from sd_lowvram.devices.performance import PROFILES
-from sd_lowvram.unets.prune import cut_by_names, pruned
+from sd_lowvram.unets.prune import cut_by_names, prune_unet
 from sd_lowvram.unets.schedule import scheduled
 from sd_lowvram.weights import all_tensors
 
@@ -30,7 +30,7 @@ def on_card(module: Any) -> bool:
 def test_one_unet_is_there_at_a_time(gpu: Any, offload: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(this_machine, "calibrate", lambda device: PROFILES["rtx2070"])  # no card's times
     pipe = families.plain("sd15")
-    small, own = pruned(pipe.unet, cut_by_names(pipe.unet.config, drop=["mid"])), pipe.unet
+    small, own = prune_unet(pipe.unet, cut_by_names(pipe.unet.config, drop=["mid"])), pipe.unet
     settings = Settings(offload=offload, weights_mib=1 if offload == "blocks" else None)
     turns, there = [(small, 1), (own, 2)], []
 
