@@ -101,9 +101,7 @@ def is_worth_choosing(anatomy: Anatomy, device: torch.device) -> bool:
     Returns:
         True if a plan should set the knob.
     """
-    if (
-        anatomy.joint_blocks
-    ):  # widths and masks of transformers suit torch's kernels, their type does not suit all cards
+    if anatomy.joint_blocks:  # torch's kernels run their widths and masks, but some GPUs do not compute in bf16
         return dtype_of(anatomy, anatomy.denoiser or "") == torch.bfloat16 and not has_bf16(device)
     if anatomy.family.attend is not None or device.type not in ("cpu", "cuda"):
         return True

@@ -150,10 +150,10 @@ class CapturedCalls(abc.ABC):
         if not self._is_the_same_model():
             return None
         if kind not in self._replays:
-            if kind not in self._seen:  # libraries make themselves ready, and a kind that comes once is not captured
+            if kind not in self._seen:  # the first call warms up libraries, and a kind that comes once is not captured
                 return self._first(kind, call)
             why = self._failure(kind, call)
-            if why is not None:  # what failed is gone by now, with the maps that it held
+            if why is not None:  # after the error, whose frames held maps
                 self._refuse(why)
                 return None
         self._replays.move_to_end(kind)
@@ -189,7 +189,7 @@ class CapturedCalls(abc.ABC):
         try:
             self._replays[kind] = self.capture(call)
         except RuntimeError as error:
-            # nothing that is cached can be given up while kernels are recorded
+            # cached memory cannot be freed while kernels are recorded
             return "no memory is left for it" if ran_out(error) else " ".join(str(error).split())[:200]
         return None
 

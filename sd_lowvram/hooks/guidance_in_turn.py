@@ -64,7 +64,7 @@ def offers(target: Target) -> Iterator[Offer]:
 def _unet_sites(anatomy: Anatomy) -> Iterator[tuple[nn.Module, Rows]]:
     path = anatomy.unet_path
     assert path is not None
-    tail = path.tail if len(path.tail) == 1 else ()  # else what is between its modules sees the whole batch
+    tail = path.tail if len(path.tail) == 1 else ()  # code between several tail modules needs the whole batch
     attentions = {site.module for site in anatomy.attentions}
     for module in (*path.modules, *tail):
         inside = [child for child in module.modules() if child in attentions]

@@ -104,7 +104,7 @@ class HalfProducts:
                 f"{self._name}: its output has NaN or infinity in float32 too: its weights or its input are "
                 "damaged; load it again"
             )
-        if overflowed := self.wide - before:  # not so where a fault of the machine has passed
+        if overflowed := self.wide - before:  # empty if a fault of the machine has passed
             remember(self.place, sorted(self.wide))
             message = f"{len(overflowed)} of its products overflowed in fp16 and are made in float32 from now on"
             happened(__name__, f"{self._name}: {message}")
@@ -127,7 +127,7 @@ class HalfProducts:
 
         def run(dtype: torch.dtype) -> Tensor:
             mask = attn_mask
-            if mask is not None and mask.is_floating_point():  # a row of -inf would be no number
+            if mask is not None and mask.is_floating_point():  # a row of -inf would give NaN
                 mask = mask.clamp(min=torch.finfo(dtype).min).to(dtype)
             q, k, v = (tensor.to(dtype) for tensor in (query, key, value))
             result: Tensor = F.scaled_dot_product_attention(q, k, v, mask, *args, **kwargs)

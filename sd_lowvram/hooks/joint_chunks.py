@@ -60,7 +60,7 @@ def run_in_chunks(
     rows = [Rows(start, stop, min(texts, 1) if start else texts, texts) for start, stop in pieces]
     with hold_weights():
         keys = _keys_of(parts, original, arguments, rows)
-        if keys is None:  # by a function that is not torch's: its scores may be of any kind
+        if keys is None:  # the attention is not torch's function, so its keys are unknown
             return original(*args, **kwargs)
         return _attend(parts, original, arguments, rows, keys)
 

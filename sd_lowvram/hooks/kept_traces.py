@@ -71,7 +71,7 @@ def keep(place: Path, function: Any, model: nn.Module, spec: Any) -> None:
     facts = json.dumps({"code": code_digest(), "versions": versions(), "spec": stated})
     written, nothing = io.BytesIO(), torch.empty(0)
     with contextlib.suppress(OSError, RuntimeError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch would have one take another tool
+        warnings.simplefilter("ignore")  # torch recommends another tool
         try:
             for (_, name), (owner, _) in slots.items():
                 setattr(owner, name, nothing)
@@ -152,7 +152,7 @@ def _facts_of(model: nn.Module) -> list[Any] | None:
     facts: list[Any] = [sorted((name, repr(value)) for name, value in config.items() if not name.startswith("_"))]
     for path, module in model.named_modules(remove_duplicate=False):
         roles = roles_of(module)
-        if sum(hook == "threads" for _, hook, _ in roles) > 1:  # somebody else's settings act, too
+        if sum(hook == "threads" for _, hook, _ in roles) > 1:  # the settings of another attachment act, too
             return None
         facts.append((path, roles))
         for owner in (module, getattr(module, "processor", None)):

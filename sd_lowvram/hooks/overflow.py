@@ -37,7 +37,7 @@ _PIECES = 4
 def is_finite(values: Tensor) -> bool:
     """True if no value is NaN or infinite. Synchronises with their device."""
     wide = torch.float32 if values.dtype.itemsize < 4 else None
-    # The sum is read once, which is faster; of finite values, too, it may overflow.
+    # A sum reads the values once, which is faster; it may overflow although all values are finite.
     return bool(values.sum(dtype=wide).isfinite()) or bool(values.isfinite().all())
 
 

@@ -57,7 +57,7 @@ def place(components: list[nn.Module], device: torch.device) -> Callable[[], Non
     if device.type != "cuda":
         return _move(components, lambda contents: [data.to(device) for data in contents])
     with contextlib.ExitStack() as stack:
-        stack.callback(_move(components, lambda contents: [data.cpu() for data in contents]))  # frees memory for it
+        stack.callback(_move(components, lambda contents: [data.cpu() for data in contents]))  # frees the device first
         stack.callback(_move(components, functools.partial(_copy_to_buffer, device=device)))
         return stack.pop_all().close
 

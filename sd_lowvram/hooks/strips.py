@@ -86,7 +86,7 @@ class Statistics:
         mean = grouped.mean((2, 3, 4), keepdim=True)
         # torch.var_mean does the same in one call, fifteen times as slowly on a CPU
         centred = grouped - mean if wide is strip else grouped.sub_(mean)
-        # the mean of an even map, which is normalised by 1/sqrt(eps), must be its value to the last bit
+        # a constant map is normalised by 1/sqrt(eps): its mean must be exact to the last bit
         missed = centred.mean((2, 3, 4))
         squares = (centred.square_().sum((2, 3, 4)) - count * missed.square()).clamp_min(0)
         mean = mean.squeeze((2, 3, 4)) + missed

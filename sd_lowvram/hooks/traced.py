@@ -59,7 +59,7 @@ class _Traced(CapturedCalls):
     def capture(self, call: Call) -> Replay:
         traceable = _OfTensors(self._model, call)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Python's values that become constants, which is what a kind is for
+            warnings.simplefilter("ignore")  # Python values become constants; they are equal in one kind
             function = torch.jit.trace(traceable, tuple(call.tensors), check_trace=False)
         if (place := self._place(call)) is not None:
             keep(place, function, self._model, traceable.spec)
@@ -83,7 +83,7 @@ class _OfTensors(nn.Module):
 
     def __init__(self, unet: nn.Module, call: Call) -> None:
         super().__init__()
-        self.unet = unet  # whose weights are then no constants
+        self.unet = unet  # as an attribute, so that its weights are not constants
         self._call = call._replace(leaves=[None if isinstance(leaf, Tensor) else leaf for leaf in call.leaves])
         self._places = [place for place, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)]
         self.spec: Any = None

@@ -93,7 +93,7 @@ def _decoded_by_host(vae: Any, original: Callable[..., Tensor], z: Tensor) -> Te
 
 
 def _encoded_by_host(vae: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
-    if needs_graph(vae, x) or (x.shape[2] - 1) % FRAMES:  # what it makes of frames left over is its own affair
+    if needs_graph(vae, x) or (x.shape[2] - 1) % FRAMES:  # leftover frames are left to the model
         return original(x)
     moments = vae.conv1(vae.encoder(_pack(x, hosted_patch(vae))))
     mean: Tensor = moments.chunk(2, dim=1)[0]

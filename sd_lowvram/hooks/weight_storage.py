@@ -151,7 +151,7 @@ class _Stored:
         def undo() -> None:
             forget()
             with torch.inference_mode(False):
-                if weight.dtype == eight.dtype:  # a host that has loaded other weights since keeps them
+                if weight.dtype == eight.dtype:  # else a host has loaded other weights since, which stay
                     set_data(weight, self._original.to(home))
                 weight.requires_grad_(self._trained)
                 self._original = self._scale = weight

@@ -283,7 +283,7 @@ class Redirected:
         setattr(self._owner, self._name, route)
         yield
         if vars(self._owner).get(self._name) is not route:
-            return  # theirs stays on top, and calls through
+            return  # the foreign replacement stays, and calls ours
         if before is _ABSENT:
             delattr(self._owner, self._name)
         else:

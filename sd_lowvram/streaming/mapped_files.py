@@ -120,7 +120,7 @@ class PastCache:
             if not read:  # the file was cut short since
                 return False
             done += read
-        first = offset // mmap.PAGESIZE * mmap.PAGESIZE  # the last page is left to who reads on in it
+        first = offset // mmap.PAGESIZE * mmap.PAGESIZE  # the last page stays for the read that goes on in it
         os.posix_fadvise(file, first, offset + size - first, os.POSIX_FADV_DONTNEED)
         return True
 
@@ -137,7 +137,7 @@ class PastCache:
             with contextlib.suppress(OSError):
                 file = os.open(span.file, os.O_RDONLY)
                 self._open[span.file] = file
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read that was not asked for
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
         opened = self._open[span.file]
         return opened if opened is not None and os.fstat(opened).st_ino == span.node else None
 
