@@ -120,6 +120,22 @@ def test_a_failing_hook_leaves_nothing(pipe: Any) -> None:
     assert_same(before, snapshot(pipe))
 
 
+def test_what_fails_while_it_is_attached_leaves_nothing(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out when the second of three models moves to host memory, with all hooks before it set."""
+    before, add, calls = snapshot(pipe), HostWeights.add, []
+
+    def full(*given: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("planted")
+        add(*given)
+
+    monkeypatch.setattr(HostWeights, "add", full)
+    with pytest.raises(MemoryError, match="planted"):
+        attach(pipe, Settings(attention="sliced", offload="layer"), CPU)
+    assert_same(before, snapshot(pipe))
+
+
 def test_optimize_twice_and_on_a_component(pipe: Any) -> None:
     before = snapshot(pipe)
     expected = tiny.run(pipe)

@@ -145,6 +145,13 @@ def test_a_plan_counts_the_steps_that_are_short():
         steps[name] = next(stage for stage in found.stages if stage.name == "denoise")
         assert str(found.fidelity) == ("rounding" if name == "plain" else "approximate") or name == "plain"
     assert 0.2 < steps["cached"].seconds / steps["plain"].seconds < 0.6
+    cached = dataclasses.replace(fixed, deep_cache=5)
+    four, five, six = (plan(pipe, settings=cached, **{**asked, "steps": count}).stages for count in (4, 5, 6))
+    fifth, sixth = (
+        sum(stage.seconds for stage in more) - sum(stage.seconds for stage in less)
+        for less, more in ((four, five), (five, six))
+    )
+    assert sixth > 1.5 * fifth  # which is short; the sixth is computed in full again
     assert steps["cached"].peak_bytes >= steps["plain"].peak_bytes
 
 

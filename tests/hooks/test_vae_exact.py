@@ -174,6 +174,17 @@ def test_one_strip_that_overflows_inside_leaves_the_maps_in_float16() -> None:
     assert tiny.relative_error(made.float(), wanted) < 2e-2
 
 
+def test_rows_of_a_strip_that_fit_float16_stay_when_its_last_ones_do_not() -> None:
+    """The strip is in bfloat16 then, with all of its rows."""
+    rows = torch.ones(1, 1, 8, 4)
+    rows[:, :, -1] = 1e5
+    check = overflow.OverflowCheck("decode", torch.zeros(1, 1, 8, 4, dtype=torch.float16), looks=True)
+    found = check.rows(
+        lambda start, stop, wide: rows[:, :, start:stop].to(torch.float32 if wide else torch.float16), 0, 8
+    )
+    assert torch.equal(found, rows.bfloat16())
+
+
 def spoiled(layer: nn.Module, calls: set[int]) -> Any:
     """Have some calls of ``layer`` give no numbers."""
     made = itertools.count()

@@ -94,6 +94,21 @@ def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypat
     assert fewer > 3
 
 
+def test_a_run_that_its_whole_trace_finds_slower_is_not_taken(anatomy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search goes on with the next one."""
+    priced: list[Any] = []
+
+    def slower(pricing: Pricing, run: Any, *most: float) -> Any:
+        priced.append(run)
+        factor = 10 if len(priced) == 1 else 1
+        slow = (dataclasses.replace(stage, seconds=factor * stage.seconds) for stage in run.stages)
+        return dataclasses.replace(run, stages=tuple(slow))
+
+    monkeypatch.setattr(Pricing, "confirmed", slower)
+    found = PlanSearch(anatomy, request(GIB), Settings(), approximate=False).fastest()
+    assert found is not None and priced[0].seconds < found.seconds < 5 * priced[0].seconds
+
+
 def test_the_impossible_is_refused(anatomy: Any, least: int) -> None:
     with pytest.raises(BudgetError) as refusal:
         make_plan(anatomy, request(least - 1), Settings())

@@ -416,6 +416,16 @@ def test_nested_runs() -> None:
     assert torch.equal(inner[0], expected)
 
 
+def test_one_model_at_a_time_has_the_device() -> None:
+    pipe = tiny.pipeline("sd15")
+    with attached(pipe, WAYS["layer"], device="cpu") as attachment:
+        found = [getattr(getattr(step, "apply", None), "__self__", None) for step in attachment._steps]
+        streams = [one for one in found if isinstance(one, Stream)]
+        for _ in range(2):  # the first run learns the order of layers, and leaves nothing
+            tiny.run(pipe, steps=1)
+        assert len(streams) == 3 and sum(stream.device_bytes > 0 for stream in streams) <= 1
+
+
 def test_entered_again_and_again() -> None:
     """As hosts do that attach around every call."""
     unet = unet_of("sd15")
