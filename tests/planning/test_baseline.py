@@ -16,7 +16,7 @@ FAST = [
     if (row["asked"]["model"], row["asked"]["size"]) == ("sd15", 512)
     if "batch" not in row["asked"] and row["asked"].get("ram_gib", 64) > 2
 ]
-"""Without those that read weights from disk, whose time is of this machine's disk."""
+"""Without those that read weights from disk, which take longer where the system cannot read past its cache."""
 
 
 @pytest.mark.slow(40)

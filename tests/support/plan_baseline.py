@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
+from sd_lowvram.devices.disk import DISKS
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.planning.request import request_for
@@ -42,6 +43,7 @@ def plan_of(asked: dict[str, Any]) -> dict[str, Any]:
         batch=asked.get("batch", 1),
         device="cuda",
         rates=profile(asked.get("card", "rtx2070")),
+        disk=DISKS["nvme"],
     )
     if asked.get("smallest"):
         run = PlanSearch(model, request, settings, approximate=False).smallest()
