@@ -82,8 +82,8 @@ class Denoiser:
         return self._plans[key]
 
     def foresee_together(self, width: int, height: int, batch: int, prompts: int, frames: int = 1) -> Plan:
-        """The plan for a call with the most of ``prompts`` that fit. The host makes smaller calls if memory is reported
-        as short (:meth:`led`). If none fits, the plan is for one prompt.
+        """The plan for a call with the most of ``prompts`` that fit. The host makes smaller calls if
+        our estimate of a call says that memory is short. If none fits, the plan is for one prompt.
 
         Raises:
             BudgetError: not even one fits.
