@@ -34,14 +34,18 @@ def knobs_page() -> Iterator[str]:
     yield "# Knobs"
     yield ""
     yield (
-        "Each knob is an option of `generate` and `plan` (`--vae-tiles exact`), a field of `Settings`, and, where the "
-        "host leaves it to us, an input of the nodes and a control of the panel. Left undecided, the plan chooses."
+        "You set a knob to choose yourself what the plan would choose. Each knob is an option of `generate` and `plan` "
+        "(`--vae-tiles exact`) and a field of `Settings`. Where hosts allow it, it is also an input of the nodes "
+        "and a control of the panel."
     )
+    yield from ("", "| knob | what it sets | fidelity |", "|---|---|---|")
+    for name, knob in knobs().items():
+        yield f"| [{name}](#{name}) | {knob.help} | {fidelity_words(knob)} |"
     yield ""
     yield (
         "Fidelity compares with the model as you loaded it. *identical*: the same bits. *identical up to rounding*: "
-        "the same arithmetic in another order or a wider type. *approximate*: another picture, however close; no plan "
-        "uses such a setting unless you ask."
+        "the same arithmetic in another order or a wider type. *approximate*: another picture, however close. No plan "
+        "uses such a setting unless you allow it."
     )
     for name, knob in knobs().items():
         number = f"up to {knob.maximum} {knob.unit}".strip()
@@ -66,7 +70,8 @@ def command_line_page() -> Iterator[str]:
 
     yield "# Command line"
     yield ""
-    yield "Sizes are written as people write them: `4GB`, `3.5 GiB`, `4096` (MiB). Exit codes: [Errors](errors.md)."
+    yield "You find here every command with all its options. Sizes are written as people write them: `4GB`, `3.5 GiB`,"
+    yield "`4096` (MiB). Exit codes: [Errors](errors.md)."
     yield from _commands(typer.main.get_command(app), "sd-lowvram")
 
 
