@@ -45,10 +45,7 @@ def fused_kernels(anatomy: Anatomy, settings: Settings, device: torch.device) ->
     Raises:
         NoSiteError: the target has no residual block and no GEGLU.
     """
-    blocks: list[tuple[nn.Module, Look]] = [(site.module, anatomy.family.residual) for site in anatomy.residual_blocks]
-    blocks += [(block, autoencoder.residual) for block in autoencoder.residual_blocks(anatomy.vae)]
-    blocks = [(block, look) for block, look in blocks if _is_plain(look(block))]
-    gates = [gate for site in anatomy.feed_forwards if (gate := geglu_of(site.module)) is not None]
+    blocks, gates = _sites(anatomy)
     if not blocks and not gates:
         raise NoSiteError("fused kernels: the model has no residual block with SiLU and no GEGLU")
     why = why_not(device)
@@ -64,8 +61,16 @@ def offers(target: Target) -> Iterator[Offer]:
     """Offer fused kernels if they are known to be faster, and the denoiser or a lone autoencoder has sites."""
     anatomy = target.anatomy
     alone = anatomy.denoiser is None and anatomy.vae is not None and autoencoder.dissect(anatomy.vae) is not None
-    if target.is_faster(*FUSED) and (anatomy.residual_blocks or alone):
+    if target.is_faster(*FUSED) and (anatomy.residual_blocks or alone) and any(_sites(anatomy)):
         yield Offer(OfferKind.ALWAYS, {"fused_kernels": True})
+
+
+def _sites(anatomy: Anatomy) -> tuple[list[tuple[nn.Module, Look]], list[nn.Module]]:
+    """Residual blocks with SiLU, each with the function that finds its parts, and GEGLU layers."""
+    blocks: list[tuple[nn.Module, Look]] = [(site.module, anatomy.family.residual) for site in anatomy.residual_blocks]
+    blocks += [(block, autoencoder.residual) for block in autoencoder.residual_blocks(anatomy.vae)]
+    gates = [gate for site in anatomy.feed_forwards if (gate := geglu_of(site.module)) is not None]
+    return [(block, look) for block, look in blocks if _is_plain(look(block))], gates
 
 
 def _is_plain(parts: Residual | None) -> bool:

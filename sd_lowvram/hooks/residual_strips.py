@@ -51,8 +51,7 @@ def residual_strips(anatomy: Anatomy, settings: Settings, device: torch.device) 
     Raises:
         NoSiteError: the target has no residual block of the plain kind.
     """
-    look = anatomy.family.residual
-    blocks = [site.module for site in anatomy.residual_blocks if look(site.module) is not None]
+    look, blocks = anatomy.family.residual, _plain_blocks(anatomy)
     if not blocks:
         raise NoSiteError("residual strips: the model has no plain residual block")
     for block in blocks:
@@ -62,9 +61,14 @@ def residual_strips(anatomy: Anatomy, settings: Settings, device: torch.device) 
 
 def offers(target: Target) -> Iterator[Offer]:
     """Offer 8 or 16 strips, at levels 4 and 5."""
-    if target.anatomy.residual_blocks:
+    if _plain_blocks(target.anatomy):
         for level, parts in {4: 8, 5: 16}.items():
             yield Offer(OfferKind.LADDER, {"residual_strips": parts}, level=level, stages=("denoise",))
+
+
+def _plain_blocks(anatomy: Anatomy) -> list[nn.Module]:
+    look = anatomy.family.residual
+    return [site.module for site in anatomy.residual_blocks if look(site.module) is not None]
 
 
 def _run_in_strips(

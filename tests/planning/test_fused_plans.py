@@ -55,6 +55,16 @@ def test_a_named_card_has_the_kernels_and_the_recordings_that_the_time_model_fin
     assert not any("doctor --calibrate" in reason for reason in slow.reasons)
 
 
+def test_a_unet_with_nothing_to_fuse_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers.triton, "why_not", lambda device: None)
+    levels = {"down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2, "mid_block_type": None}
+    changed = {**levels, "block_out_channels": [32, 64], "resnet_time_scale_shift": "scale_shift"}
+    config = {"unet": {**tiny.config("sd15")["unet"], **changed}}
+    anatomy = anatomy_of_components("diffusers", build_components(config, only=("unet",)))
+    request = Request(64, 64, 1, 4 * GIB, 4 * GIB, torch.device("cuda"), ELSEWHERE)
+    assert search.make_plan(anatomy, request, NOTHING).settings.fused_kernels is None
+
+
 def test_recording_that_was_measured_as_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, found = planned(monkeypatch, {}), planned(monkeypatch, {RECORDED: 1.5})
     assert plain.settings.cuda_graphs is None and found.settings.cuda_graphs is True

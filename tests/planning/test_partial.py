@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import sd_lowvram
 from sd_lowvram import Settings, attached
-from sd_lowvram.errors import NoSiteError
+from sd_lowvram.errors import BudgetError, NoSiteError
 
 OFFLOADS = ("none", "component", "halves", "blocks", "layer")
 
@@ -42,6 +42,17 @@ def test_a_pipeline_of_a_few_kilobytes_streams(offload: str, split: bool | None)
         assert tiny.relative_error(tiny.run(pipe), expected) < 1e-5
     finally:
         sd_lowvram.restore(pipe)
+
+
+def test_a_unet_without_a_plain_residual_block_runs_in_its_least() -> None:
+    unet = families.parts("sd15", resnet_time_scale_shift="scale_shift")["unet"]
+    with pytest.raises(BudgetError) as refusal:
+        sd_lowvram.plan(unet, vram="1 B", width=64, height=64)
+    plan = sd_lowvram.optimize(unet, vram=f"{refusal.value.needed_bytes} B", width=64, height=64)
+    try:
+        assert plan.fits and plan.settings.residual_strips is None
+    finally:
+        sd_lowvram.restore(unet)
 
 
 class Tripled(nn.Linear):
