@@ -44,6 +44,13 @@ def change_tensors(
     return tuple(map(change_leaf, args)), {name: change_leaf(value) for name, value in kwargs.items()}
 
 
+def time_and_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Arguments of a residual block after its map: the embedding of time, None if there is none, and all that follow.
+
+    Denoisers pass the embedding by position, autoencoders by keyword."""
+    return (*args, *kwargs.values(), None)[: max(1, len(args) + len(kwargs))]
+
+
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Pictures in the first map (N, C, H, W) among the arguments; 1 when there is none."""
     return next(

@@ -26,6 +26,7 @@ from ..models.anatomy import Anatomy, Residual, geglu_of
 from ..patches import Answered, Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
+from .arguments import time_and_more
 from .offers import Offer, OfferKind, Target
 
 Look = Callable[..., Residual | None]
@@ -92,7 +93,7 @@ def _fused_block(
     *args: Any,
     **kw: Any,
 ) -> Tensor:
-    time, *more = (*args, *kw.values(), None)[: max(1, len(args) + len(kw))]  # positional; autoencoders: keyword
+    time, *more = time_and_more(args, kw)
     parts = look(block, *more) if x.dim() == 4 and _runs(block, x, time) else None
     if parts is None or not _is_plain(parts):
         return original(x, *args, **kw)

@@ -28,6 +28,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import hold_weights
 from ..weights import needs_graph
+from .arguments import time_and_more
 from .offers import Offer, OfferKind, Target
 from .strips import Span, Statistics, assemble, spans
 
@@ -77,14 +78,14 @@ def _run_in_strips(
     strips: int,
     original: Callable[..., Tensor],
     x: Tensor,
-    time: Tensor | None = None,
     *args: Any,
     **kw: Any,
 ) -> Tensor:
+    time, *more = time_and_more(args, kw)
     pieces = spans(x.shape[2], strips, FEWEST_ROWS)
-    parts = None if len(pieces) == 1 or needs_graph(block, x, time) else look(block, *args, *kw.values())
+    parts = None if len(pieces) == 1 or needs_graph(block, x, time) else look(block, *more)
     if parts is None:
-        return original(x, time, *args, **kw)
+        return original(x, *args, **kw)
     before = Statistics(parts.norm1)
     for start, stop in representative_pieces(pieces, x):
         before.add(x.narrow(2, start, stop - start))

@@ -90,6 +90,18 @@ def test_together_the_same(name: str, size: tuple[int, int], batch: int) -> None
     assert tiny.relative_error(result, plain(name, size, batch)) < 1e-5
 
 
+def test_a_residual_block_takes_time_by_keyword() -> None:
+    """A host's or a user's own block may call its layers so."""
+    unet = unet_of("sd15")
+    block = unet.down_blocks[0].resnets[0]
+    noise = torch.Generator().manual_seed(1)
+    x, time = torch.randn(1, 32, 33, 9, generator=noise), torch.randn(1, 128, generator=noise)
+    with torch.no_grad():
+        expected = block(x, temb=time)
+        with attached(unet, Settings(residual_strips=3), device="cpu"):
+            assert tiny.relative_error(block(x, temb=time), expected) < 1e-5
+
+
 def test_parking_changes_no_bit() -> None:
     unet = unet_of("sd15")
     with attached(unet, Settings(park_skips=True), device="cpu"):
