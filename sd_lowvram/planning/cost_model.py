@@ -50,6 +50,11 @@ def _key(base: Settings, stage: Stage, choice: Choice) -> tuple[Any, ...]:
     return base, stage.name, stage.component, tuple(choice.items())
 
 
+def _with_stage(run: Candidate, number: int, stage: StagePlan) -> Candidate:
+    """``run`` with another price of one stage."""
+    return dataclasses.replace(run, stages=(*run.stages[:number], stage, *run.stages[number + 1 :]))
+
+
 class Pricing:
     """Bytes and seconds of one request's stages, with given settings."""
 
@@ -104,19 +109,21 @@ class Pricing:
         """
         if run.settings.offload not in STREAMED:
             return run
-        confirmed = list(run.stages)
+        half = run.peak_bytes // 2
         for number, (stage, planned) in enumerate(zip(self.costs.stages, run.stages, strict=True)):
-            decides = stage.repeats or planned.peak_bytes >= run.peak_bytes // 2
             key = _key(run.base, stage, planned.choice)
-            if key in self._traced_whole or not decides or not planned.activation_bytes:  # 0: it runs on the CPU
-                continue
-            beyond = most_seconds - run.seconds
-            try:
-                confirmed[number] = self._known[key] = self._confirmed(stage, planned, run.settings, beyond)
+            if key not in self._traced_whole:
+                decides = stage.repeats or planned.peak_bytes >= half
+                if not decides or not planned.activation_bytes:  # 0: it runs on the CPU
+                    continue
+                try:
+                    traced = self._confirmed(stage, planned, run.settings, most_seconds - run.seconds)
+                except TooManyCopiesError:
+                    return _with_stage(run, number, dataclasses.replace(planned, seconds=math.inf))
+                self._known[key] = traced
                 self._traced_whole.add(key)
-            except TooManyCopiesError:
-                confirmed[number] = dataclasses.replace(planned, seconds=math.inf)
-        return dataclasses.replace(run, stages=tuple(confirmed))
+            run = _with_stage(run, number, self._known[key])
+        return run
 
     def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings, beyond: float) -> StagePlan:
         """Return ``planned`` with the figures of a whole trace.

@@ -146,13 +146,34 @@ def test_a_run_that_is_found_to_be_too_slow_is_not_traced_on(
     assert whole == Pricing(anatomy, request(8 * GIB)).confirmed(run, 0)  # a known result is returned
 
 
+def test_nothing_is_traced_after_a_stage_that_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), torch.float16, "meta"))
+    settings = Settings(offload="layer", inference_mode=True)
+    pricing = Pricing(anatomy, request(8 * GIB))
+    options = (pricing.stage(settings, stage, {}, settings) for stage in pricing.costs.stages)
+    run = pricing.whole(settings, [Candidate(settings, (option,), 0, settings) for option in options])
+    traced: list[str] = []
+    confirmed = Pricing._confirmed
+
+    def noted(self: Pricing, stage: Any, *given: Any) -> Any:
+        traced.append(stage.name)
+        return confirmed(self, stage, *given)
+
+    monkeypatch.setattr(Pricing, "_confirmed", noted)
+    assert pricing.confirmed(run, 0).seconds == math.inf and traced == ["denoise"]
+    pricing.confirmed(run)
+    assert traced == ["denoise", "denoise", "decode"]
+
+
 def test_weights_that_pieces_fetch_again_make_a_step_slower_than_its_compute(anatomy: Any) -> None:
     settings = Settings(offload="layer", split_layers=True, transformer_chunks=4, guidance_in_turn=True)
     pricing = Pricing(anatomy, request(8 * GIB))
     (stage,) = pricing.costs.stages
     option = pricing.stage(settings, stage, {}, settings)
-    (whole,) = pricing.confirmed(pricing.whole(settings, [Candidate(settings, (option,), 0, settings)])).stages
+    run = pricing.whole(settings, [Candidate(settings, (option,), 0, settings)])
+    (whole,) = pricing.confirmed(run).stages
     assert whole.seconds > 1.1 * option.seconds
+    assert pricing.confirmed(run).stages == (whole,)  # though the run was priced before it was traced
     assert whole.slowdown / option.slowdown == pytest.approx(whole.seconds / option.seconds, rel=0.02)
 
 
