@@ -109,7 +109,7 @@ def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: 
         passing = loading.buffers(layer_bytes(module)) if isinstance(loading, InRange) and share < 1 else 0
         loaded_anatomy = dataclasses.replace(anatomy, kept={name: least + int(share * (weights - least)) + passing})
         try:
-            plan = make_plan(loaded_anatomy, request, settings.filled(offload="none"))
+            plan = make_plan(loaded_anatomy, request, settings.filled(offload="none"), least=False)
         except BudgetError as error:
             refused = error
             continue
@@ -127,7 +127,7 @@ def _fitting_or_leanest(anatomy: Anatomy, request: Request, settings: Settings) 
     asked = request
     while True:
         try:
-            return dataclasses.replace(make_plan(anatomy, asked, settings), request=request)
+            return dataclasses.replace(make_plan(anatomy, asked, settings, least=False), request=request)
         except BudgetError as error:
             if error.limit != "vram" or error.needed_bytes <= asked.vram:
                 raise

@@ -123,7 +123,12 @@ def optimize(
 
 
 def attach_plan_for(
-    target: Any, request: Request, settings: Settings, approximate: bool, fallback_steps: tuple[FallbackStep, ...] = ()
+    target: Any,
+    request: Request,
+    settings: Settings,
+    approximate: bool,
+    fallback_steps: tuple[FallbackStep, ...] = (),
+    least: bool = True,
 ) -> Plan:
     """Plan ``request`` and attach the plan in place of what is attached to ``target``.
 
@@ -133,6 +138,7 @@ def attach_plan_for(
         settings: knobs that are fixed.
         approximate: True to allow settings that change the picture.
         fallback_steps: steps that earlier plans of this run have taken already.
+        least: as for :func:`make_plan`.
 
     Returns:
         The attached plan, as :func:`attach_plan`.
@@ -140,8 +146,8 @@ def attach_plan_for(
     Raises:
         BudgetError: nothing fits; the earlier attachment stays.
     """
-    chosen = make_plan(anatomy_of(target, settings), request, settings, approximate).after(fallback_steps)
-    return attach_plan(target, chosen, settings, approximate)
+    chosen = make_plan(anatomy_of(target, settings), request, settings, approximate, least)
+    return attach_plan(target, chosen.after(fallback_steps), settings, approximate)
 
 
 def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool) -> Plan:
@@ -158,7 +164,8 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
 
     def replan(**size: Any) -> None:
         now = _plan_of(target)
-        attach_plan_for(target, dataclasses.replace(now.request, **size), settings, approximate, now.fallback_steps)
+        request = dataclasses.replace(now.request, **size)
+        attach_plan_for(target, request, settings, approximate, now.fallback_steps, least=False)
 
     def larger(width: int, height: int, batch: int, passes: int, frames: int) -> None:
         replan(width=width, height=height, batch=batch, passes=passes, frames=frames)
@@ -219,7 +226,7 @@ def _plan_of(target: Any) -> Plan:
 
 def _leaner(anatomy: Anatomy, plan: Plan, short: Shortage, settings: Settings) -> Plan:
     """Return the next plan like :func:`leaner`, and log it."""
-    lean = leaner(plan, short, settings, functools.partial(make_plan, anatomy))
+    lean = leaner(plan, short, settings, functools.partial(make_plan, anatomy, least=False))
     happened(__name__, lean.fallback_steps[-1].told)
     return lean
 
@@ -365,7 +372,7 @@ def _run(
         fixed = fixed.filled(precision="fp32")
     where = tensor.device if device is None else device
     request = _request(vae, None, vram, ram, where, size)
-    chosen = make_plan(anatomy, request, fixed)
+    chosen = make_plan(anatomy, request, fixed, least=False)
     while True:
         try:
             with attached(vae, chosen.settings, device=where), torch.no_grad():

@@ -31,7 +31,8 @@ from .request import Request
 from .wording import Kind, Reason, shortage_text
 
 Make = Callable[[Request, Settings], Plan]
-"""Plans a request with some knobs fixed, as :func:`make_plan` does; approximate settings are not chosen."""
+"""Plans a request with some knobs fixed, as :func:`make_plan` does; approximate settings are not chosen, and the least
+is not looked for."""
 
 _calls = threading.local()
 
@@ -142,7 +143,13 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
 def _below(plan: Plan, name: str, candidate: Plan, case: dict[str, Any], short: Shortage) -> Plan:
     """``candidate`` on the step ``name`` below ``plan``; ``case``: where memory ran out."""
     reason = Reason(Kind.RAN_LEANER, **case, leaner_bytes=_needed(candidate, short), step=name)
-    candidate = dataclasses.replace(candidate, settings=without_closed(candidate.settings, plan.settings))
+    candidate = dataclasses.replace(
+        candidate,
+        settings=without_closed(candidate.settings, plan.settings),
+        minimum_peak_bytes=min(plan.minimum_peak_bytes, candidate.minimum_peak_bytes),
+        minimum_vram_bytes=min(plan.minimum_vram_bytes, candidate.minimum_vram_bytes),
+        minimum_ram_bytes=min(plan.minimum_ram_bytes, candidate.minimum_ram_bytes),
+    )
     return candidate.after((*plan.fallback_steps, FallbackStep(name, reason)))
 
 

@@ -103,6 +103,7 @@ def test_the_next_leaner_plan_is_tried_with_the_same_latents(pipe: Any, expected
     assert len(frames) == 2 == len(again.plan.fallback_steps)
     assert again.plan.predicted.peak_bytes < first.predicted.peak_bytes
     assert again.plan.request.vram < first.request.vram
+    assert again.plan.minimum_vram_bytes == first.minimum_vram_bytes  # with all knobs, though fewer were open
     assert tiny.relative_error(picture, expected) < 1e-4
     assert tiny.relative_error(tiny.run(pipe), expected) < 1e-4
     sd_lowvram.restore(pipe)

@@ -397,6 +397,11 @@ def test_who_shows_no_minimum_gets_the_same_plan_for_less(anatomy: Any) -> None:
         make_plan(anatomy, request(MIB // 2), Settings(), least=False)
 
 
+def test_a_decode_looks_for_no_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlanSearch, "smallest", lambda self: pytest.fail("nobody sees it"))
+    assert sd_lowvram.decode(tiny.tiniest().vae, torch.zeros(1, 4, 8, 8), vram="1GB").shape == (1, 3, 16, 16)
+
+
 def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
     first = make_plan(anatomy, request(GIB), Settings())
