@@ -64,7 +64,7 @@ def draw_run(axes: Any) -> None:
         axes,
         places[: out + 1],
         heights[: out + 1],
-        f"diffusers, as loaded: needs {max(heights):.1f} GiB",
+        f"plain diffusers: needs {max(heights):.1f} GiB",
         MEASURED,
     )
     axes.plot(places[out:], heights[out:], drawstyle="steps-post", color=MEASURED, linewidth=1.0, linestyle=":")
@@ -94,12 +94,12 @@ def _label_run(axes: Any, right: float) -> None:
         [0.5, (1.0 + steps) / 2, (steps + right) / 2], ["text", f"{STEPS} steps, {_SHOWN_STEPS} drawn", "decode"]
     )
     axes.set(xlim=(0, right), ylim=(0, None))
-    axes.set_ylabel("GiB on the device")
-    axes.set_title(f"SDXL, {SIDE}x{SIDE}, fp16: memory over a run, predicted", loc="left", fontsize=11)
+    axes.set_ylabel("VRAM, GiB")
+    axes.set_title(f"SDXL, {SIDE}x{SIDE}, fp16: predicted memory over a run", loc="left", fontsize=11)
 
 
 def draw_largest(axes: Any) -> None:
-    """The largest square pictures of SD1.5 on 8 GB: published of other programs, predicted of ours."""
+    """The largest square pictures of SD1.5 on 8 GB: published for other programs, predicted for ours."""
     rows = json.loads(LARGEST.read_text(encoding="utf-8"))
     others = sorted(((name, side) for name, (side, _) in PUBLISHED.items()), key=lambda item: item[1])
     ours = next(row["side"] for row in rows["rows"] if row["policy"] == "ours")
