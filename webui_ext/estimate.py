@@ -135,7 +135,8 @@ def _chosen(plan: Plan) -> list[str]:
     """Sentences on the unusual choices of a plan. Its own reasons name budgets without the text encoders' share."""
     settings, decided = plan.settings, of_kind(plan.reasons, Kind.HOST_DECIDES, Kind.HOST_FETCHES)[:1]
     briefly = {name: words.get(getattr(settings, name)) for name, words in BRIEFLY.items()}
-    weights = decided or filter(None, [briefly.pop("offload")])
+    offload = briefly.pop("offload")  # the host's decision takes its place
+    weights = decided or filter(None, [offload])
     return [*weights, *of_kind(plan.reasons, Kind.DECODE_ONLY), *filter(None, briefly.values()), *beside(plan)]
 
 

@@ -234,6 +234,11 @@ def test_the_line_names_what_was_chosen() -> None:
     assert "part of the model stays in VRAM, the rest is loaded when needed; decoded in exact strips" in told
 
 
+def test_the_line_names_no_order_of_ours_where_the_host_decides_on_weights() -> None:
+    told = estimate.sentence(lambda: planned(3 << 30, 4 << 30, decided(True)), "512x512").line
+    assert "more than this budget; decoded in exact strips" in told
+
+
 @pytest.mark.parametrize(
     ("peak", "vram", "reasons", "head"),
     [
