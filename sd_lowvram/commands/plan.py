@@ -86,6 +86,10 @@ def plan(
     settings: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Show whether a picture fits, its peak, its time and its settings; nothing runs."""
+    asked: dict[str, Any] = {"model": model, "width": width, "height": height, "batch": batch, "steps": steps}
+    asked |= {"pictures": pictures, "guidance": guidance, "max_size": max_size, "approximate": approximate}
+    asked |= {"vram": vram, "ram": ram, "disk": disk, "gpu": gpu, "policy": policy}
+    files = {"transformer": transformer, "text_encoder": text_encoder, "vae": vae, "tokenizer": tokenizer}
     with exit_on_error(debug):
         if list_policies:
             _show_policies(as_json)
@@ -94,19 +98,7 @@ def plan(
 
         from .plan_table import show, show_sizes
 
-        asked: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps}
-        asked |= {"guidance": guidance, "max_size": max_size, "model": model, "vram": vram, "ram": ram, "gpu": gpu}
-        asked |= {"disk": None if disk is None else parse_disk(disk)}
-        asked |= {"approximate": approximate, "pictures": pictures, "policy": policy}
-        check_given(model=model, gpu=gpu, policy=policy)
-        if gpu is not None:
-            profile(gpu)  # before torch is imported
-        asked["model"] = split_or(
-            model, transformer=transformer, text_encoder=text_encoder, vae=vae, tokenizer=tokenizer
-        )
-        chosen = checked_settings(settings or {}, policy)
-        check_run(width, height, steps, batch, vram, ram)
-        check_count("--pictures", pictures, 1_000_000)
+        asked, chosen = _checked(asked, files, settings or {})
         try:
             answer = plan_as_dict(asked, chosen, shown=not as_json)
         except BudgetError as error:
@@ -114,10 +106,28 @@ def plan(
             raise
         if as_json:
             print(json.dumps(answer, indent=2))
-        elif max_size:
-            show_sizes(Console(), answer)
         else:
-            show(Console(), answer)
+            (show_sizes if max_size else show)(Console(), answer)
+
+
+def _checked(
+    options: Mapping[str, Any], files: Mapping[str, Any], knobs: Mapping[str, Any]
+) -> tuple[dict[str, Any], Settings]:
+    """The request and the settings, as far as they can be checked before torch is imported.
+
+    Args:
+        options: values of the command line by their names.
+        files: those of a model that is given in parts, with their options' names.
+    """
+    asked = {**options, "disk": None if options["disk"] is None else parse_disk(options["disk"])}
+    check_given(**{name: asked[name] for name in ("model", "gpu", "policy")})
+    if asked["gpu"] is not None:
+        profile(asked["gpu"])
+    asked["model"] = split_or(asked["model"], **files)
+    chosen = checked_settings(knobs, asked["policy"])
+    check_run(*(asked[name] for name in ("width", "height", "steps", "batch", "vram", "ram")))
+    check_count("--pictures", asked["pictures"], 1_000_000)
+    return asked, chosen
 
 
 def _show_policies(as_json: bool) -> None:
@@ -192,7 +202,7 @@ def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     plans = largest_plans(anatomy, request, settings, asked["approximate"])
     if not any(plans.values()):
         smallest = dataclasses.replace(request, width=64, height=64)
-        make_plan(anatomy, smallest, settings, asked["approximate"])  # refuses it, and says what would do
+        make_plan(anatomy, smallest, settings, asked["approximate"], least=False)  # refuses it, and says what would do
     return {name: planned.as_dict() | _rates(request) if planned else None for name, planned in plans.items()}
 
 
