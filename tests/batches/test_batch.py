@@ -296,8 +296,10 @@ def test_an_interrupt_leaves_the_job_to_the_next_run(here, quick):
     Path("jobs.txt").write_text("a\ninterrupt\nc\n")
     done = here("jobs.txt", "--out", "out")
     assert done.exit_code == 130 and "1 of 3 " in done.stderr
-    assert here("jobs.txt", "--out", "out").exit_code == 0
-    assert quick == ["a", "interrupt", "interrupt", "c"]
+    done = here("jobs.txt", "--out", "out", "--json")
+    assert done.exit_code == 0 and quick == ["a", "interrupt", "interrupt", "c"]
+    for job in told(done)["jobs"]:  # with the seed that the first run drew
+        assert str(job["seed"]).encode() in Path("out", job["pictures"][0]["file"]).read_bytes()
 
 
 def test_a_picture_that_cannot_be_saved_ends_the_batch(here, quick, monkeypatch, tmp_path):

@@ -43,9 +43,10 @@ def pipes():
 
 
 def run(
-    pipe, path: Path, start: Saved | None = None, stop: int | None = None, interval: Interval = EVERY_MINUTE, **extra
-):
-    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    pipe, path: Path, start: Saved | None = None, stop: int | None = None, interval: Interval = EVERY_MINUTE,
+    seeds: tuple[int, ...] = (1, 2), **extra,
+):  # fmt: skip
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     calls = []
     with keep_latents(pipe, generators, Safety(path, interval=interval, start=start)) as keeper:
 
@@ -80,6 +81,18 @@ def goes_on(pipe, path: Path, scheduler: str, stop: int, **extra) -> None:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_scheduler_goes_on_exactly(pipes, tmp_path, scheduler):
     goes_on(pipes["sd15"], tmp_path / "x", scheduler, 3)
+
+
+def test_noise_is_drawn_from_where_the_run_was(pipes, tmp_path):
+    """Whatever was drawn of the generators since."""
+    pipe, path = pipes["sd15"], tmp_path / "x"
+    set_scheduler(pipe, "euler-a")
+    whole = run(pipe, path)
+    set_scheduler(pipe, "euler-a")
+    with pytest.raises(StoppedError):
+        run(pipe, path, stop=3)
+    set_scheduler(pipe, "euler-a")
+    assert torch.equal(run(pipe, path, start=read_saved(path), seeds=(3, 4)), whole)
 
 
 def test_sdxl(pipes, tmp_path):
