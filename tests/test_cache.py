@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -30,7 +31,7 @@ posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system knows
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_folder(tiny.config("sd15"), "StableDiffusionPipeline", path)
+    write_folder(families.config("sd15"), "StableDiffusionPipeline", path)
     return path
 
 

@@ -72,9 +72,18 @@ SHALLOW = {
 """Of the UNets, two levels with one block each: a run has many calls, and they are the same with more."""
 
 
+SHALLOW_VAE = {"layers_per_block": 1}
+
+
+def config(name: str) -> dict[str, Any]:
+    """The architecture of :func:`parts`."""
+    full = tiny.config(name)
+    return full | {"unet": {**full["unet"], **SHALLOW[name]}, "vae": {**full["vae"], **SHALLOW_VAE}}
+
+
 def parts(name: str, seed: int = 0, **unet: Any) -> dict[str, Any]:
     """What a pipeline of family ``name`` is made of, its UNet changed."""
-    return tiny.components(name, seed, unet={**SHALLOW[name], **unet}, vae={"layers_per_block": 1})
+    return tiny.components(name, seed, unet={**SHALLOW[name], **unet}, vae=SHALLOW_VAE)
 
 
 def made(kind: str, components: dict[str, Any], **more: Any) -> Any:
