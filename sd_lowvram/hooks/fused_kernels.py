@@ -2,7 +2,8 @@
 
 Layers are called as they are; what they ask of torch's group_norm is answered by the kernel, SiLU with it. Calls that
 the kernels cannot take (another type or device, autocast, gradients, a block of another kind) run as the model has
-them. Exact tiles of the autoencoder look at the setting by themselves.
+them. Exact tiles of the autoencoder look at the setting by themselves. Denoiser and autoencoder are decided apart: at a
+decoder's maps the kernels can be several times as fast on a GPU on which they are slower at a denoiser's.
 
 Fidelity: ``rounding``. Sources: those of the kernels, in kernels/triton/.
 """
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from ..compat import autocast_dtype
 from ..errors import NoSiteError
-from ..kernels.triton.support import FUSED, takes, why_not
+from ..kernels.triton.support import FUSED_AUTOENCODER, FUSED_DENOISER, takes, why_not
 from ..models import autoencoder
 from ..models.anatomy import Anatomy, Residual, geglu_of
 from ..patches import Answered, Patch, wrap
@@ -44,10 +45,15 @@ def fused_kernels(anatomy: Anatomy, settings: Settings, device: torch.device) ->
         One patch of ``forward`` for each residual block and each GEGLU.
 
     Raises:
-        NoSiteError: the target has no residual block and no GEGLU.
+        NoSiteError: the target has no residual block and no GEGLU, or for the autoencoder's knob alone no autoencoder.
     """
-    blocks, gates = _sites(anatomy)
+    blocks, gates = _denoiser_sites(anatomy) if settings.fused_kernels else ([], [])
+    blocks += _autoencoder_sites(anatomy) if in_autoencoder(settings) else []
     if not blocks and not gates:
+        if anatomy.vae is not None and settings.vae_fused_kernels is False:
+            return
+        if not settings.fused_kernels:
+            raise NoSiteError("fused kernels of the autoencoder: the target has no autoencoder with residual blocks")
         raise NoSiteError("fused kernels: the model has no residual block with SiLU and no GEGLU")
     why = why_not(device)
     if why is not None:
@@ -58,20 +64,39 @@ def fused_kernels(anatomy: Anatomy, settings: Settings, device: torch.device) ->
         yield wrap(gate, "forward", functools.partial(_fused_gate, gate), "fused_kernels")
 
 
+def in_autoencoder(settings: Settings) -> bool:
+    """True if the autoencoder has fused kernels: its own knob decides, otherwise the one of all models."""
+    own = settings.vae_fused_kernels
+    return bool(settings.fused_kernels if own is None else own)
+
+
 def offers(target: Target) -> Iterator[Offer]:
-    """Offer fused kernels if they are known to be faster, and the denoiser or a lone autoencoder has sites."""
+    """Offer fused kernels to denoiser and autoencoder, each if it has sites and they are known to be faster there."""
     anatomy = target.anatomy
-    alone = anatomy.denoiser is None and anatomy.vae is not None and autoencoder.dissect(anatomy.vae) is not None
-    if target.is_faster(*FUSED) and (anatomy.residual_blocks or alone) and any(_sites(anatomy)):
-        yield Offer(OfferKind.ALWAYS, {"fused_kernels": True})
+    in_decoder = bool(_autoencoder_sites(anatomy))
+    decodes_faster = in_decoder and target.is_faster(*FUSED_AUTOENCODER)
+    if anatomy.residual_blocks and target.is_faster(*FUSED_DENOISER) and any(_denoiser_sites(anatomy)):
+        without = {"vae_fused_kernels": False} if in_decoder and not decodes_faster else {}
+        yield Offer(OfferKind.ALWAYS, {"fused_kernels": True, **without})
+    if decodes_faster:
+        yield Offer(OfferKind.ALWAYS, {"vae_fused_kernels": True}, goes_with=_leaves_open)
 
 
-def _sites(anatomy: Anatomy) -> tuple[list[tuple[nn.Module, Look]], list[nn.Module]]:
+def _leaves_open(settings: Settings) -> bool:
+    return settings.fused_kernels is None
+
+
+def _denoiser_sites(anatomy: Anatomy) -> tuple[list[tuple[nn.Module, Look]], list[nn.Module]]:
     """Residual blocks with SiLU, each with the function that finds its parts, and GEGLU layers."""
-    blocks: list[tuple[nn.Module, Look]] = [(site.module, anatomy.family.residual) for site in anatomy.residual_blocks]
-    blocks += [(block, autoencoder.residual) for block in autoencoder.residual_blocks(anatomy.vae)]
+    blocks = [(site.module, anatomy.family.residual) for site in anatomy.residual_blocks]
     gates = [gate for site in anatomy.feed_forwards if (gate := geglu_of(site.module)) is not None]
     return [(block, look) for block, look in blocks if _is_plain(look(block))], gates
+
+
+def _autoencoder_sites(anatomy: Anatomy) -> list[tuple[nn.Module, Look]]:
+    """Residual blocks with SiLU, each with the function that finds its parts."""
+    look = autoencoder.residual
+    return [(block, look) for block in autoencoder.residual_blocks(anatomy.vae) if _is_plain(look(block))]
 
 
 def _is_plain(parts: Residual | None) -> bool:

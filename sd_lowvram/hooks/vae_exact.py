@@ -38,6 +38,7 @@ from ..settings import Settings
 from ..streaming.weight_scopes import hold_weights
 from ..units import MIB
 from ..weights import needs_graph, placed, room
+from .fused_kernels import in_autoencoder
 from .maps import AnyMap, Given, Map, Strip, load, spans
 from .offers import Offer, OfferKind, Target
 from .overflow import OverflowCheck, is_finite, piece
@@ -217,7 +218,7 @@ class _StripPass:
         self.watch = watch
         sparing = settings.vae_map == "recomputed" and is_on_cpu(x)
         self.parks = settings.vae_map == "parked" or sparing
-        self.fused = bool(settings.fused_kernels)
+        self.fused = in_autoencoder(settings)
         first = steps[0]
         self.wraps = isinstance(first, Conv) and getattr(layer(first.conv), "padding_mode", "zeros") == "circular"
         self.itemsize = x.element_size()

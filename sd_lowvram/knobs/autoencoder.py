@@ -78,3 +78,14 @@ class AutoencoderKnobs:
         depth=Depth.COMPUTES,
         acts={Act.ACTS_IN_DECODER: ANY},
     )
+    vae_fused_kernels: bool | None = declared(
+        place=30,
+        label="Fused kernels of the autoencoder",
+        help="fused kernels when decoding and encoding, whatever the denoiser has; undecided: as the denoiser",
+        when="NVIDIA GPUs on which `doctor --calibrate` measured a gain for decodes alone; compiling once",
+        fidelity=ROUNDING,
+        stages=AUTOENCODER,
+        hook="fused_kernels",
+        depth=Depth.COMPUTES,
+        acts={Act.ACTS_IN_DECODER: ANY},
+    )

@@ -170,7 +170,7 @@ def _on_speed(request: Request, best: Candidate, compiling: Compiling | None) ->
         yield Reason(Kind.COMPILED, **budget, gain=compiling.gain)
     if chosen.cuda_graphs:
         yield Reason(Kind.RECORDED, **budget)
-    if request.rates.name != THIS and (chosen.cuda_graphs or chosen.fused_kernels):
+    if request.rates.name != THIS and (chosen.cuda_graphs or chosen.fused_kernels or chosen.vae_fused_kernels):
         yield Reason(Kind.BY_TIME_MODEL)
     if chosen.precision == "fp16-products":
         yield Reason(Kind.HALF_PRODUCTS)

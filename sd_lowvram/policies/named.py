@@ -28,6 +28,7 @@ _PLAIN: dict[str, Any] = {
     "park_skips": False,
     "guidance_in_turn": False,
     "fused_kernels": False,
+    "vae_fused_kernels": False,
     "cuda_graphs": False,
     "compile": "off",
     "packed_weights": False,

@@ -69,6 +69,21 @@ def test_autoencoder(launched: list[str]) -> None:
     assert launched.count("group_norm") == 2 * 6
 
 
+def test_an_autoencoder_alone(launched: list[str]) -> None:
+    """The denoiser keeps torch's operators, and the bits."""
+    whole = pipe()
+    latents = torch.randn(1, 4, 5, 7, generator=torch.Generator().manual_seed(2))
+    alone = Settings(vae_fused_kernels=True)
+    with torch.no_grad():
+        expected = predicted(whole.unet)
+        with attached(whole, alone, device="cpu"):
+            assert torch.equal(predicted(whole.unet), expected) and not launched
+    check(whole, lambda: whole.vae.decode(latents).sample, alone)
+    assert launched == ["group_norm"] * 2 * 6
+    check(whole.vae, lambda: whole.vae.decode(latents).sample, Settings(vae_fused_kernels=True, vae_tiles="exact"))
+    assert "activated_strip" in launched
+
+
 def test_exact_tiles(launched: list[str]) -> None:
     vae, latents = pipe().vae, torch.randn(1, 4, 5, 7, generator=torch.Generator().manual_seed(2))
     check(vae, lambda: vae.decode(latents).sample, Settings(fused_kernels=True, vae_tiles="exact"))

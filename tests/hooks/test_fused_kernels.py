@@ -26,6 +26,21 @@ def test_sites_of_a_pipeline(name: str, sites: int) -> None:
         assert attachment.sites == {"fused_kernels": sites + 14 + 10}
 
 
+@pytest.mark.parametrize(
+    ("settings", "sites"),
+    [
+        (Settings(vae_fused_kernels=True), 14 + 10),
+        (Settings(fused_kernels=False, vae_fused_kernels=True), 14 + 10),
+        (Settings(fused_kernels=True, vae_fused_kernels=False), 22 + 16),
+        (Settings(fused_kernels=True, vae_fused_kernels=True), 22 + 16 + 14 + 10),
+    ],
+)
+def test_denoiser_and_autoencoder_are_decided_apart(settings: Settings, sites: int) -> None:
+    pipe = tiny.pipeline("sd15")
+    with attached(pipe, settings, device="cpu") as attachment:
+        assert attachment.sites == {"fused_kernels": sites}
+
+
 def test_sites_of_compvis() -> None:
     pytest.importorskip("ldm")
     for model, sites in ((compvis.unet(), 22 + 16), (compvis.vae(), 14 + 10)):
@@ -46,5 +61,10 @@ def test_on_a_cpu_the_models_own_layers_run(monkeypatch: pytest.MonkeyPatch) -> 
 def test_nothing_to_act_on() -> None:
     text: Any = tiny.components("sd15")["text_encoder"]
     assert isinstance(text, nn.Module)
-    with pytest.raises(NoSiteError, match="fused kernels"), attached(text, FUSED, device="cpu"):
-        pass
+    unet = unet_of("sd15")
+    for model, settings, what in (
+        (text, FUSED, "the model has no"),
+        (unet, Settings(vae_fused_kernels=True), "no autoencoder with residual blocks"),
+    ):
+        with pytest.raises(NoSiteError, match=f"fused kernels.*{what}"), attached(model, settings, device="cpu"):
+            pass

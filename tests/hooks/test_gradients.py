@@ -46,7 +46,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "vae": _ON_A_CPU | _NO_UNET,
     "unet": _ON_A_CPU
     | {"precision=fp16-products": "is for transformers"}
-    | dict.fromkeys(("vae_slices", "vae_tiles=exact", "vae_tiles=fast", "decoder_device=cpu"), "no autoencoder"),
+    | dict.fromkeys(("vae_slices", "vae_tiles=exact", "vae_tiles=fast", "decoder_device=cpu"), "no autoencoder")
+    | {"vae_fused_kernels": "no autoencoder"},
 }
 """What is meant to be refused, of each model: a knob, or a value of one, and what the error says."""
 

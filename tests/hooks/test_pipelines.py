@@ -34,6 +34,7 @@ ELSEWHERE = {
     "attention=triton": "test_remedies.py",
     "cuda_graphs=True": "simulated_gpu/test_graphs_on_the_card.py",
     "fused_kernels=True": "hooks/fused_interpreted.py",
+    "vae_fused_kernels=True": "hooks/fused_interpreted.py",
     "compile=regional": "hooks/test_compiled.py",
     "compile=whole": "hooks/test_compiled.py",
     "packed_weights=True": "hooks/test_packed_weights.py",

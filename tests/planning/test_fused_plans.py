@@ -26,22 +26,60 @@ NOTHING = Settings()
 
 
 def planned(
-    monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], rates: Any = HERE, settings: Settings = NOTHING
+    monkeypatch: pytest.MonkeyPatch,
+    gains: dict[str, float],
+    rates: Any = HERE,
+    settings: Settings = NOTHING,
+    only: tuple[str, ...] = ("unet",),
 ) -> Plan:
     monkeypatch.setattr(offers, "kernel_gains", lambda device: gains)
     monkeypatch.setattr(offers.triton, "why_not", lambda device: None)
-    anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), only=("unet",)))
+    anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), only=only))
     request = Request(64, 64, 1, 4 * GIB, 4 * GIB, torch.device("cuda"), rates)
     return search.make_plan(anatomy, request, settings)
 
 
+DENOISER = {"group_norm, denoise, contiguous_format": 1.4, "group_norm, denoise, channels_last": 1.2, "geglu": 1.1}
+AUTOENCODER = {"group_norm, decode, contiguous_format": 6.7, "group_norm, decode, channels_last": 3.3, "strip": 1.5}
+
+
 def test_measured_as_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert planned(monkeypatch, {"group_norm": 1.4, "geglu": 1.1}).settings.fused_kernels is True
+    assert planned(monkeypatch, DENOISER).settings.fused_kernels is True
 
 
-@pytest.mark.parametrize("gains", [{}, {"group_norm": 1.4, "geglu": 0.97}])
+@pytest.mark.parametrize("gains", [{}, AUTOENCODER, DENOISER | {"geglu": 0.97}])
 def test_not_measured_or_not_faster(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float]) -> None:
     assert planned(monkeypatch, gains).settings.fused_kernels is None
+
+
+SLOW_DENOISER = DENOISER | {"group_norm, denoise, contiguous_format": 0.55}
+SLOW_AUTOENCODER = AUTOENCODER | {"strip": 0.97}
+
+
+@pytest.mark.parametrize(
+    ("gains", "fixed", "kernels"),
+    [
+        (DENOISER | AUTOENCODER, {}, (True, None)),
+        (SLOW_DENOISER | AUTOENCODER, {}, (None, True)),
+        (DENOISER | SLOW_AUTOENCODER, {}, (True, False)),
+        (SLOW_DENOISER | SLOW_AUTOENCODER, {}, (None, None)),
+        (SLOW_DENOISER | AUTOENCODER, {"fused_kernels": False}, (False, None)),
+        (DENOISER | AUTOENCODER, {"vae_fused_kernels": False}, (True, False)),
+        (SLOW_DENOISER | AUTOENCODER, {"compile": "regional"}, (None, None)),
+    ],
+)
+def test_denoiser_and_autoencoder_have_the_kernels_that_are_faster_there(
+    monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], fixed: dict[str, Any], kernels: tuple[Any, Any]
+) -> None:
+    found = planned(monkeypatch, gains, settings=Settings(**fixed), only=("unet", "vae")).settings
+    assert (found.fused_kernels, found.vae_fused_kernels) == kernels
+
+
+def test_a_decode_is_planned_with_its_kernels_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target without a denoiser, too; the plan counts fewer bytes that move."""
+    plain, fused = (planned(monkeypatch, gains, only=("vae",)) for gains in (DENOISER, AUTOENCODER))
+    assert (plain.settings.vae_fused_kernels, fused.settings.vae_fused_kernels) == (None, True)
+    assert fused.predicted.seconds < plain.predicted.seconds and fused.fidelity < Fidelity.APPROXIMATE
 
 
 def test_a_named_card_has_the_kernels_and_the_recordings_that_the_time_model_finds_faster(

@@ -15,8 +15,8 @@ from ..attention.problem import capability, device_of_run, has_bf16, is_fake
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OLDEST_TORCH, _OLDEST_CARD = (2, 4), (7, 5)
 
-FUSED = ("group_norm", "geglu")
-"""Prefixes of the names of measured kernels that ``fused_kernels`` uses."""
+FUSED_DENOISER, FUSED_AUTOENCODER = ("group_norm, denoise", "geglu"), ("group_norm, decode", "strip")
+"""Prefixes of the names of measured kernels that ``fused_kernels`` uses, at the shapes of each model."""
 
 
 def why_not(device: torch.device) -> str | None:
