@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sd_lowvram.devices.calibration import Operators
 from sd_lowvram.hooks import residual_strips as hook
 from sd_lowvram.hooks.offloaded_tensor import OffloadedMap
 from sd_lowvram.hooks.strips import Statistics, assemble, spans
@@ -32,8 +35,24 @@ def test_spans_cover_all_once(total: int, pieces: int, least: int) -> None:
     assert all(size >= min(least, total) for size in sizes[:-1])
 
 
-@given(cuts=st.lists(st.integers(1, 19), max_size=4, unique=True), batch=st.integers(1, 2), mean=st.floats(-50, 50))
-def test_moments_do_not_depend_on_the_strips(cuts: list[int], batch: int, mean: float) -> None:
+@contextlib.contextmanager
+def computing_as(device: str) -> Iterator[None]:
+    """Take the statistics of a strip by the operators that ``device`` gets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd_lowvram.hooks.strips.is_on_cpu", lambda _: device == "cpu")
+        yield
+
+
+DEVICES = st.sampled_from(["cpu", "cuda"])
+
+
+@given(
+    cuts=st.lists(st.integers(1, 19), max_size=4, unique=True),
+    batch=st.integers(1, 2),
+    mean=st.floats(-50, 50),
+    device=DEVICES,
+)
+def test_moments_do_not_depend_on_the_strips(cuts: list[int], batch: int, mean: float, device: str) -> None:
     x = torch.randn(batch, 8, 20, 7, generator=torch.Generator().manual_seed(1)) * 0.5 + mean
     norm = nn.GroupNorm(4, 8)
     nn.init.normal_(norm.weight)
@@ -41,11 +60,39 @@ def test_moments_do_not_depend_on_the_strips(cuts: list[int], batch: int, mean: 
     statistics = Statistics(norm)
     edges = [0, *sorted(cuts), 20]
     for start, stop in itertools.pairwise(edges):
-        statistics.add(x[:, :, start:stop])
+        with computing_as(device):
+            statistics.add(x[:, :, start:stop])
         statistics.normalised(x[:, :, :1])  # what was worked out for some strips must not stay for more
-    strips = [statistics.normalised(x[:, :, start:stop]) for start, stop in itertools.pairwise(edges)]
+    normalised = [statistics.normalised(x[:, :, start:stop]) for start, stop in itertools.pairwise(edges)]
     expected = norm.double()(x.double())
-    assert (torch.cat(strips, 2) - expected).abs().max() < 2e-3 * max(1e-2, abs(mean) / 50)
+    assert (torch.cat(normalised, 2) - expected).abs().max() < 2e-3 * max(1e-2, abs(mean) / 50)
+
+
+@given(value=st.floats(-100, 100, width=16), dtype=st.sampled_from([torch.float16, torch.float32]), device=DEVICES)
+def test_an_even_map_is_zero(value: float, dtype: torch.dtype, device: str) -> None:
+    """The mean is the map's value to the last bit: an error would be divided by the root of eps."""
+    statistics = Statistics(nn.GroupNorm(2, 6, eps=1e-12))
+    x = torch.full((1, 6, 15, 7), value, dtype=dtype)
+    with computing_as(device):
+        for start, stop in ((0, 4), (4, 11), (11, 15)):
+            statistics.add(x[:, :, start:stop])
+    assert torch.equal(statistics.normalised(x).float(), torch.zeros(x.shape))
+
+
+def operators(strip: Tensor, device: str) -> int:
+    """Operators that are no views, for a strip that is not the first."""
+    statistics = Statistics(nn.GroupNorm(2, 6))
+    with computing_as(device), Operators() as counted:
+        statistics.add(strip)
+        first = counted.number
+        statistics.add(strip)
+    return counted.number - first
+
+
+def test_a_card_launches_few_operators_for_the_statistics_of_a_strip() -> None:
+    strip = torch.randn(1, 6, 8, 7)
+    assert operators(strip, "cuda") <= 5 < operators(strip, "cpu")
+    assert operators(strip.half(), "cuda") <= 6
 
 
 def block(**options: Any) -> Any:
