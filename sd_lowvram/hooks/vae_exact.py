@@ -28,6 +28,7 @@ from ..errors import NoSiteError, NotFiniteError
 from ..kernels.attention.bounded import fused_softmax
 from ..kernels.cpu_convolutions import is_on_cpu
 from ..memory import Parked
+from ..memory.host_offload import parking_in_pairs
 from ..memory.repeats import representatives, standing_for
 from ..models.anatomy import Anatomy, Residual, layer
 from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, Step, Upsample, dissect
@@ -226,10 +227,16 @@ class _StripPass:
         most = settings.vae_strip_mib * MIB if settings.vae_strip_mib else _MOST_STRIP_BYTES
         strips = _STRIPS_A_MAP.get(self.itemsize, 16)
         self.strip_bytes = min(most, max(MIB // 4, self.largest // strips)) // (_RECOMPUTED_STRIPS if sparing else 1)
+        self.pair_bytes = _pair_bytes(steps, x) if self.parks and not self.wraps else 0
+        self.buffers: Any = None
         self.done, self.shown = 0, 0
         self.silent = isinstance(x, FakeTensor)  # a plan's trace is not progress
 
     def __call__(self) -> Tensor:
+        with parking_in_pairs(self.pair_bytes, self.input.device) as self.buffers:
+            return self._run()
+
+    def _run(self) -> Tensor:
         x: AnyMap = Given(self.input)
         del self.input
         statistics: Statistics | None = None
@@ -423,7 +430,7 @@ class _StripPass:
 
     def _new(self, shape: tuple[int, ...], like: Tensor, kind: str) -> AnyMap:
         if self.parks and kind == "new":
-            return Parked.empty(shape, like.dtype, like=like)
+            return Parked.empty(shape, like.dtype, like=like, buffers=self.buffers)
         return Map(room(shape, like))
 
     def _report(self, share: float) -> None:
@@ -475,6 +482,24 @@ def _map_bytes(steps: Sequence[Step], x: Tensor) -> Iterator[int]:
         norm = _first_norm([step])
         if norm is not None:
             yield norm.num_channels * pixels * x.element_size()
+
+
+def _pair_bytes(steps: Sequence[Step], x: Tensor) -> int:
+    """The most bytes of a map and the next one, where the last is not parked."""
+    height, width = x.shape[2:]
+    last = most = 0  # the input is on the device
+    for step in steps[:-1]:
+        if isinstance(step, Upsample | Downsample):
+            resize = operations_of(step)[0].resize
+            height, width = int(height * resize), int(width * resize)
+        if isinstance(step, Attention):
+            channels = step.norm.num_channels
+        else:
+            channels = step.norm2.num_channels if isinstance(step, Residual) else layer(step.conv).out_channels
+        size = x.shape[0] * channels * height * width * x.element_size()
+        both = size if isinstance(step, Attention) else last + size
+        last, most = size, max(most, both)
+    return most
 
 
 def _tokens(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ..weights import is_channels_last
 from .accounts import actual_device, device_account, host_account, mark_host, weights_account
 from .fake_mode import active_fake_mode
 from .pinned import can_pin, pinned_empty
-from .pinned_buffers import PINNED_BUFFERS, PinnedBuffer
+from .pinned_buffers import PINNED_BUFFERS, PinnedBuffer, PinnedBuffers, PinnedPair
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool | None = None) -> Tensor:
@@ -99,6 +99,24 @@ def _is_unblocked(host: Tensor, device: Tensor) -> bool:
     return device.device.type == "cuda" and host.device.type == "cpu" and host.is_pinned()
 
 
+@contextlib.contextmanager
+def parking_in_pairs(nbytes: int, device: torch.device) -> Iterator[PinnedBuffers | PinnedPair]:
+    """Pinned memory, locked once, for maps of which two at a time are parked within the block.
+
+    Args:
+        nbytes: the most that two such maps take.
+        device: device of the maps.
+    """
+    if nbytes == 0 or device.type != "cuda" or not can_pin() or active_fake_mode() is not None:
+        yield PINNED_BUFFERS
+        return
+    pair = PinnedPair(PINNED_BUFFERS, nbytes)
+    try:
+        yield pair
+    finally:
+        pair.close(device)
+
+
 class Parked:
     """A tensor waiting in host memory, whole (``park``) or written and read by rows (``Parked.empty``).
 
@@ -117,6 +135,7 @@ class Parked:
         order: Sequence[int],
         device: torch.device,
         memory_format: torch.memory_format = torch.preserve_format,
+        buffers: PinnedBuffers | PinnedPair = PINNED_BUFFERS,
     ) -> None:
         """Allocate host memory for a tensor of ``shape`` whose dimensions are stored in ``order``, the outermost first.
 
@@ -125,10 +144,12 @@ class Parked:
             order: its dimensions in host memory, the outermost first.
             device: device that the tensor is fetched to.
             memory_format: of the fetched tensor.
+            buffers: give the pinned memory, if the device copies from such memory.
         """
+        self._buffers = buffers
         on_host = [shape[dim] for dim in order]
         if device.type == "cuda" and can_pin() and active_fake_mode() is None:
-            self._buffer = PINNED_BUFFERS.take(_nbytes(on_host, dtype))
+            self._buffer = buffers.take(_nbytes(on_host, dtype))
         buffer = self._buffer
         self._host = host_empty(on_host, dtype, False) if buffer is None else _view_as(buffer.bytes, on_host, dtype)
         mark_host(self._host)
@@ -143,7 +164,7 @@ class Parked:
 
     def __del__(self) -> None:
         if self._buffer is not None:
-            PINNED_BUFFERS.leave(self._buffer, self._event)
+            self._buffers.leave(self._buffer, self._event)
 
     @classmethod
     def empty(
@@ -153,6 +174,7 @@ class Parked:
         device: torch.device | str | None = None,
         *,
         like: Tensor | None = None,
+        buffers: PinnedBuffers | PinnedPair = PINNED_BUFFERS,
     ) -> Parked:
         """Allocate host memory for a map (N, C, H, W) that is stored and loaded by rows (dimension 2).
 
@@ -170,7 +192,7 @@ class Parked:
         channels_last = like is not None and is_channels_last(like)
         order = (2, 0, 3, 1) if channels_last else (2, 0, 1, 3)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        return cls(shape, dtype, order, actual_device(wanted), memory_format)
+        return cls(shape, dtype, order, actual_device(wanted), memory_format, buffers)
 
     def store(self, rows: slice, strip: Tensor) -> None:
         """Copy ``strip`` (N, C, rows, W) into these rows of the map.

@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ _locked: dict[int, int] = {}
 _ended: list[_Pages] = []
 """Pages that are locked, and nobody holds any longer. Single operations on it are atomic, too."""
 _told: set[str] = set()
+_cached: list[Callable[[], None]] = []
+"""Functions that free pages which are locked, and in use by nobody."""
 _locking = threading.Lock()
 _waiting = threading.Lock()
 """Lock of the thread that waits for all devices, or that records kernels: a wait would abort the recording."""
@@ -43,6 +45,11 @@ _waiting = threading.Lock()
 def can_pin() -> bool:
     """True if copies to a device are faster from pinned memory: on CUDA; ROCm is known to stall with it."""
     return torch.cuda.is_available() and torch.version.hip is None
+
+
+def on_shortage(give_up: Callable[[], None]) -> None:
+    """Call ``give_up``, which frees cached pinned memory, before memory stays unpinned because the limit is reached."""
+    _cached.append(give_up)
 
 
 def pinned_bytes() -> int:
@@ -87,6 +94,8 @@ def pinned_empty(nbytes: int) -> Tensor | None:
 
 
 def _pinned_pages(size: int, nbytes: int) -> Tensor | None:
+    for give_up in _cached if size > pinnable_bytes() else ():
+        give_up()
     if size > pinnable_bytes():
         _tell(f"more than {PINNED_SHARE:.0%} of the RAM that other programs leave would be locked", size)
         return None

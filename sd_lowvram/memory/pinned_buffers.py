@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .pinned import pinnable_bytes, pinned_empty, unlock_ended
+from .pinned import on_shortage, pinnable_bytes, pinned_empty, unlock_ended
 
 
 @dataclass(eq=False)
@@ -107,5 +107,57 @@ class PinnedBuffers:
         return True
 
 
+class PinnedPair:
+    """One buffer for two maps at a time, one at each end.
+
+    Of maps of several sizes, each made while the one before it is there, all but the first find their pages locked. A
+    map that does not fit next to the other one gets a buffer of its own. Copies of all maps run on one stream.
+    """
+
+    def __init__(self, buffers: PinnedBuffers, nbytes: int) -> None:
+        """
+        Args:
+            buffers: give this buffer, and those of maps that do not fit.
+            nbytes: of the two largest maps that are there at once.
+        """
+        self._buffers = buffers
+        self._whole = buffers.take(nbytes)
+        self._ends: list[PinnedBuffer | None] = [None, None]
+
+    def take(self, nbytes: int) -> PinnedBuffer | None:
+        """Return a buffer of ``nbytes`` bytes; None if they cannot be pinned."""
+        whole = self._whole
+        for end, present in enumerate(self._ends):
+            other = self._ends[1 - end]
+            beside = 0 if other is None else len(other.bytes)
+            if whole is not None and present is None and nbytes + beside <= len(whole.bytes):
+                start = (len(whole.bytes) - nbytes) * end
+                buffer = self._ends[end] = PinnedBuffer(whole.bytes[start : start + nbytes], whole.copied)
+                return buffer
+        return self._buffers.take(nbytes)
+
+    def leave(self, buffer: PinnedBuffer, copied: torch.cuda.Event | None) -> None:
+        """Return ``buffer`` for the next map, whose first copy waits for ``copied``."""
+        if buffer not in self._ends:
+            self._buffers.leave(buffer, copied)
+            return
+        self._ends[self._ends.index(buffer)] = None
+        if self._whole is not None and copied is not None:
+            self._whole.copied = copied
+
+    def close(self, device: torch.device) -> None:
+        """Return the buffer to those that gave it; its next map waits for all copies on the current stream."""
+        whole, self._whole = self._whole, None
+        if whole is None:
+            return
+        copied = torch.cuda.Event()
+        try:
+            with torch.cuda.device(device):
+                copied.record()
+        finally:
+            self._buffers.leave(whole, copied)
+
+
 PINNED_BUFFERS = PinnedBuffers()
 """The buffers of this process; the limit of pinned memory is per process too."""
+on_shortage(PINNED_BUFFERS.give_up)

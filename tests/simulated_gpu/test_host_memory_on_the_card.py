@@ -10,13 +10,14 @@ from typing import Any
 
 import families
 import pytest
+import tiny
 import torch
 from on_card import GPU
 from run_log import logged
 from test_hooks_on_the_card import mapped, run
 
 import sd_lowvram
-from sd_lowvram import Settings
+from sd_lowvram import Settings, attached, trace
 from sd_lowvram.devices.info import Memory
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.memory import fetch, host_empty, park, pinned
@@ -61,6 +62,39 @@ def test_rooms_of_maps_are_used_again_and_are_never_more_than_maps_were(gpu: Any
         del between
     assert seen.clean, seen
     assert gpu.card.pinned == before
+
+
+PARKED = Settings(vae_tiles="exact", vae_map="parked", vae_strip_mib=1, offload="none")
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random"])
+def test_a_second_decode_finds_its_pages_locked(
+    gpu: Any, before: int, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are as many as a plan counts for parked maps, which have several sizes."""
+    locked: list[int] = []
+    lock = pinned._lock
+    monkeypatch.setattr(pinned, "_lock", lambda address, size: locked.append(size) or lock(address, size))
+    vae = tiny.tiniest().vae
+    latents = torch.randn(1, 4, 20, 24, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), attached(vae, PARKED, device="cpu"):
+        parked = trace(vae.decode, latents).host_peak_bytes
+    with gpu.watched(schedule) as seen, torch.no_grad(), attached(vae, PARKED, device=GPU):
+        first, again = (vae.decode(latents.to(GPU)).sample.cpu() for _ in range(2))
+        assert len(locked) == 1 and parked <= locked[0] < parked + PAGE
+    assert torch.equal(first, again) and tiny.relative_error(again, vae.decode(latents).sample) < 1e-5
+    assert seen.clean, seen
+
+
+def test_weights_that_wait_are_pinned_in_place_of_what_a_decode_left(
+    gpu: Any, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PINNED_BUFFERS.keep():
+        park(torch.rand(1, 4, 128, 128, device=GPU))
+        most = pinned.pinned_bytes() + PAGE
+        monkeypatch.setattr(pinned, "most_pinned_bytes", lambda: most)
+        weights = host_empty([4 * PAGE], torch.uint8)
+        assert weights.is_pinned()
 
 
 def in_a_circle(nbytes: int) -> None:
