@@ -11,12 +11,15 @@ import os
 import stat
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft")
 """Packages whose code a model is made of."""
+
+_KERNELS = ("triton", "triton-windows", "pytorch-triton", "xformers")
+"""Packages with kernels that a plan for the GPU at hand takes where they are installed."""
 
 CODE = ("traced", "compiled")
 """Kinds whose files are run."""
@@ -200,10 +203,10 @@ def _remove_writable(folder: Path) -> None:
                     os.unlink(path)
 
 
-def versions() -> dict[str, str]:
-    """Versions of the installed packages whose code a model is made of."""
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Versions of the installed ones of ``packages``, by default those whose code a model is made of."""
     installed = {}
-    for package in PACKAGES:
+    for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[package] = importlib.metadata.version(package)
     return installed
@@ -211,10 +214,8 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def code_digest() -> str:
-    """Digest that changes when torch, the host's library or our own code does."""
-    digest = hashlib.sha256()
-    for version in versions().values():
-        digest.update(version.encode())
+    """Digest that changes when torch, the host's library, a package of kernels or our own code does."""
+    digest = hashlib.sha256(repr(versions((*PACKAGES, *_KERNELS))).encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import os
@@ -221,3 +222,25 @@ def test_a_machine_without_a_home_caches_nothing(monkeypatch: Any) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", missing)
     assert cache.cache_folder() is None
+
+
+def test_a_package_of_kernels_that_is_installed_makes_other_places(folder: Path, monkeypatch: Any) -> None:
+    """Else a plan of before would not take Triton or xformers, or go on to take what is gone."""
+    version, installed = importlib.metadata.version, set()
+
+    def known(package: str) -> str:
+        if package in ("triton", "triton-windows", "pytorch-triton", "xformers") and package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "1.0" if package in installed else version(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", known)
+    places = []
+    try:
+        for package in (None, "triton", "xformers"):
+            installed.clear()
+            installed.add(package)
+            cache.code_digest.cache_clear()
+            places.append(cache.place_of("plans", lambda: "a plan"))
+    finally:
+        cache.code_digest.cache_clear()
+    assert len(set(places)) == 3
