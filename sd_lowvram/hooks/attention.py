@@ -30,7 +30,7 @@ from ..devices.this_machine import knows_cudnn_attention
 from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
 from ..kernels.attention.choice import choose_backend, default_backends
-from ..kernels.attention.problem import Problem, assume_bf16, has_bf16, problem_of
+from ..kernels.attention.problem import Problem, has_bf16, problem_of
 from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, own_kernel, why_not
 from ..models.anatomy import Anatomy, Family, Site, layer
 from ..models.latents import dtype_of
@@ -83,9 +83,8 @@ def offers(target: Target) -> Iterator[Offer]:
         return
     for name in itertools.takewhile(lambda name: name != "sdpa", default_backends(target.device)):
         yield Offer(OfferKind.ALWAYS, {"attention": name})
-    with assume_bf16(target.rates.bf16):
-        if is_worth_choosing(anatomy, target.device):
-            yield Offer(OfferKind.ALWAYS, {"attention": "sdpa"})
+    if is_worth_choosing(anatomy, target.device):
+        yield Offer(OfferKind.ALWAYS, {"attention": "sdpa"})
 
 
 def is_worth_choosing(anatomy: Anatomy, device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..devices.performance import THIS, Rates
+from ..devices.performance import MEASURED_GAINS, THIS, Rates
 from ..devices.this_machine import RECORDED, kernel_gains
 from ..kernels.triton import support as triton
 from ..models.anatomy import Anatomy
@@ -89,18 +89,17 @@ class Target:
         return self.rates.name == THIS
 
     def is_faster(self, *kernels: str) -> bool:
-        """Return True if each of these is known to be faster on the planned device; without names, everything measured.
+        """Return True if each of these was measured to be faster on the planned device; without names, all measured.
 
-        On this machine each was measured, at every shape. For a named GPU the time model decides: fused kernels move
-        fewer bytes with fewer launches, and recorded passes are launched once.
+        On this machine each was measured at every shape. A named GPU has the figures of its generation, if there are
+        any, and this machine's Triton does not matter to it.
         """
         if self.on_gpu and self.device.type != "cuda":
             return False
-        if kernels and kernels != (RECORDED,) and triton.why_not(self.device):
+        if self.here and kernels and kernels != (RECORDED,) and triton.why_not(self.device):
             return False
-        if not self.here:
-            return self.on_gpu and bool(kernels)
-        gains = [gain for name, gain in kernel_gains(self.device).items() if name.startswith(kernels or "")]
+        known = kernel_gains(self.device) if self.here else MEASURED_GAINS.get(self.rates.name, {})
+        gains = [gain for name, gain in known.items() if name.startswith(kernels or "")]
         return bool(gains) and min(gains) > 1
 
 

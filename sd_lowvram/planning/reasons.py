@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..devices.compiling import Compiling
 from ..devices.disk import ASSUMED
-from ..devices.performance import THIS
+from ..devices.performance import MEASURED_GAINS, THIS
 from ..errors import BudgetError
 from ..hooks.compiled import is_compiled
 from ..models.calls import TEXT_STAGE
@@ -170,8 +170,11 @@ def _on_speed(request: Request, best: Candidate, compiling: Compiling | None) ->
         yield Reason(Kind.COMPILED, **budget, gain=compiling.gain)
     if chosen.cuda_graphs:
         yield Reason(Kind.RECORDED, **budget)
-    if request.rates.name != THIS and (chosen.cuda_graphs or chosen.fused_kernels or chosen.vae_fused_kernels):
+    if request.rates.name != THIS and chosen.cuda_graphs:
         yield Reason(Kind.BY_TIME_MODEL)
+    in_decoder = chosen.vae_fused_kernels and request.rates.name not in MEASURED_GAINS
+    if request.rates.name != THIS and (chosen.fused_kernels or in_decoder):
+        yield Reason(Kind.FUSED_NOT_FASTER)
     if chosen.precision == "fp16-products":
         yield Reason(Kind.HALF_PRODUCTS)
     if chosen.packed_weights:

@@ -14,6 +14,7 @@ from ..devices.overhead import NONE, Overhead
 from ..devices.performance import THIS, Rates
 from ..devices.this_machine import budget_of, overhead_of, rates_of
 from ..errors import BadInputError
+from ..kernels.attention.problem import PlannedGpu
 from ..memory.pinned import unlock_ended
 from ..models.anatomy import Anatomy
 from ..streaming.host_weights import mapped_bytes
@@ -59,6 +60,10 @@ class Request:
     def shape(self) -> Shape:
         """Shape of the picture, for traces."""
         return Shape(self.width, self.height, self.batch, self.passes, self.frames)
+
+    @property
+    def gpu(self) -> PlannedGpu:
+        return PlannedGpu(self.rates.bf16, self.rates.name == THIS)
 
     @property
     def overhead(self) -> Overhead:

@@ -28,6 +28,7 @@ from ..devices.disk import ASSUMED
 from ..errors import BudgetError, LowVRAMError, PlanningError
 from ..hooks.offers import Offer, OfferKind, Target, add_offers, drop_undecided, left_open, select_kind
 from ..hooks.registry import applicable, checked, offered
+from ..kernels.attention.problem import assume_gpu
 from ..knob import Act
 from ..models.anatomy import Anatomy
 from ..models.support import check_moved
@@ -132,12 +133,14 @@ class PlanSearch:
         check_moved(anatomy.components)
         if anatomy.denoiser is not None:
             settings = implied(settings)
-        settings = checked(applicable(settings, anatomy, request.device), anatomy, request.device)
+        with assume_gpu(request.gpu):
+            settings = checked(applicable(settings, anatomy, request.device), anatomy, request.device)
         settings = drop_undecided(settings)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_bytes
         target = Target(anatomy, request.device, request.rates, request.batch, settings, approximate)
-        self._offers = offered(target)
+        with assume_gpu(request.gpu):
+            self._offers = offered(target)
         self._fixed = settings
         self.base = add_offers(settings, select_kind(self._offers, OfferKind.ALWAYS))
         self._groups = groups(self.pricing.costs.stages, self.base, self._offers)

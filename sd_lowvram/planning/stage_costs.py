@@ -18,7 +18,7 @@ from ..devices.overhead import NONE, Overhead
 from ..errors import LowVRAMError, PlanningError, ran_out
 from ..hooks.offload import policy_of, step_groups
 from ..hooks.weight_storage import quantised_layers
-from ..kernels.attention.problem import assume_bf16
+from ..kernels.attention.problem import PlannedGpu, assume_gpu
 from ..kernels.cpu_convolutions import facts as cpu_facts
 from ..memory import kernels_of
 from ..memory.reserved import allocator_settings
@@ -116,7 +116,7 @@ class StageCosts:
         device: torch.device,
         overhead: Overhead = NONE,
         like: StageCosts | None = None,
-        bf16: bool = True,
+        gpu: PlannedGpu | None = None,
     ) -> None:
         """
         Args:
@@ -126,12 +126,12 @@ class StageCosts:
             device: device that is planned for.
             overhead: of ``device``; the libraries' workspaces are counted where they are allocated.
             like: costs of the same model for another shape; its fake copy and results are reused.
-            bf16: True if ``device`` computes in bf16.
+            gpu: what is known of ``device``; None: it is this machine's, and computes in bf16.
         """
         self._anatomy = anatomy
         self._device = device
         self._overhead = overhead
-        self._bf16 = bf16
+        self._gpu = gpu or PlannedGpu()
         self._shape = shape
         self._stages_of = functools.partial(stages, shape=shape, encodes=encodes)
         self._fake: FakeModel = like._fake if like else FakeModel(anatomy, device)
@@ -213,7 +213,7 @@ class StageCosts:
 
         workspaces = dataclasses.replace(self._overhead, context_bytes=0)
         called = self._called_with[stage.name, stage.component]
-        facts = settings, called, timing, tuple(allocator_settings()), workspaces, self._bf16
+        facts = settings, called, timing, tuple(allocator_settings()), workspaces, self._gpu
         figures: list[Figures] = []
 
         def traced() -> Figures:
@@ -314,7 +314,7 @@ class StageCosts:
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         equals = {} if whole or settings.offload else self._fake.equals(stage.component)
         running = self._fake.running(stage.component, settings, timing)
-        with self._named(stage.component), running, torch.no_grad(), kernels, assume_bf16(self._bf16):
+        with self._named(stage.component), assume_gpu(self._gpu), running, torch.no_grad(), kernels:
             again = stage.repeats and settings.offload is not None
             return trace_equals_once(
                 fake.run, fake.inputs(), {}, equals, self._overhead, stage.repeats, again, most_copied

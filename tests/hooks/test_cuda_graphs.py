@@ -22,23 +22,24 @@ from sd_lowvram.session import anatomy_of
 from sd_lowvram.units import GIB
 
 
-def planned(vram: int = 80 * GIB, card: str = "h100", anatomy: Any = None, **knobs: Any) -> Any:
+def planned(vram: int = 80 * GIB, card: str = "h100", anatomy: Any = None, side: int = 512, **knobs: Any) -> Any:
     anatomy = anatomy or meta_anatomy("sd15", torch.float16)
-    size: Any = {"width": 512, "height": 512, "steps": 50, "vram": vram, "ram": 64 * GIB}
+    size: Any = {"width": side, "height": side, "steps": 50, "vram": vram, "ram": 64 * GIB}
     request = request_for(anatomy, **size, device=torch.device("cuda"), rates=profile(card))
     return make_plan(anatomy, request, Settings(**knobs), False)
 
 
-@pytest.mark.slow(10)
+@pytest.mark.slow(12)
 def test_a_plan_knows_what_recording_gains_and_takes() -> None:
-    """The H100's rates are of stable-fast's table: 104.6 steps a second recorded, 54.5 launched one by one."""
-    plain, recorded = planned(cuda_graphs=False, fused_kernels=False), planned(fused_kernels=False)
+    """On an H100 a step at 512x512 took 28.6 ms, and 22.7 recorded; at 1024x1024 recorded ones were slower."""
+    plain, recorded = planned(cuda_graphs=False), planned()
     assert plain.settings.cuda_graphs is False and recorded.settings.cuda_graphs
     assert recorded.settings.offload in (None, "none") and recorded.fidelity == plain.fidelity
     (before,), (now,) = ([one for one in plan.stages if one.name == "denoise"] for plan in (plain, recorded))
-    assert 50 / before.seconds == pytest.approx(54.5, rel=0.05)
-    assert 50 / now.seconds == pytest.approx(104.6, rel=0.15)  # 118 are predicted
+    assert before.seconds / 50 == pytest.approx(28.6e-3, rel=0.05)
+    assert now.seconds / 50 == pytest.approx(22.7e-3, rel=0.05)
     assert before.reserved_bytes < now.reserved_bytes < 1.05 * before.reserved_bytes
+    assert not planned(side=1024).settings.cuda_graphs
 
 
 @pytest.mark.parametrize(

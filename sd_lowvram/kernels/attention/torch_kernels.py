@@ -24,7 +24,7 @@ from ...errors import SettingsError
 from ...memory.threads import Redirected, Switch
 from .backend import SCORE_BYTES
 from .bounded import attend_sliced, mask_4d
-from .problem import Problem, capability, empty_output, has_bf16, problem_of
+from .problem import Problem, capability, empty_output, has_bf16, is_planned_elsewhere, problem_of
 
 TORCHS_ATTENTION = Redirected(torch.nn.functional, "scaled_dot_product_attention")
 
@@ -119,7 +119,7 @@ def choose_kernel(problem: Problem, score_bytes: int) -> str:
 
 def own_kernel(problem: Problem) -> str:
     """Return the kernel that torch chooses by itself on this GPU for these widths and this type; "" if unknown."""
-    if problem.device.type != "cuda" or not torch.cuda.is_available() or _is_compiling():
+    if problem.device.type != "cuda" or not torch.cuda.is_available() or _is_compiling() or is_planned_elsewhere():
         return ""
     with SWITCHES.left_alone():
         enabled = getattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)()  # torch 2.4

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compat.private import without_modes
-from ..attention.problem import capability, device_of_run, has_bf16, is_fake
+from ..attention.problem import capability, device_of_run, has_bf16, is_fake, is_planned_elsewhere
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OLDEST_TORCH, _OLDEST_CARD = (2, 4), (7, 5)
@@ -20,9 +20,12 @@ FUSED_DENOISER, FUSED_AUTOENCODER = ("group_norm, denoise", "geglu"), ("group_no
 
 
 def why_not(device: torch.device) -> str | None:
-    """Return the reason why Triton's kernels cannot run on ``device``; None if they can. Triton is imported once, if
-    all else allows it.
+    """Return the reason why Triton's kernels cannot run on ``device``; None if they can.
+
+    A plan for a GPU of another machine assumes that they can. Triton is imported once, if all else allows it.
     """
+    if device.type == "cuda" and is_planned_elsewhere():
+        return None
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         return f"Triton's kernels run on CUDA, not on {device.type}"

@@ -1,0 +1,123 @@
+"""What pages, named profiles and policies say of the GPU that was measured is what its file says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd_lowvram.devices.compiling import compiling_of
+from sd_lowvram.devices.performance import MEASURED_GAINS, PROFILES, profile
+from sd_lowvram.units import MIB
+
+CUDA = torch.device("cuda")
+ROOT = Path(__file__).parents[2]
+MEASURED = json.loads((ROOT / "benchmarks/measured/nvidia-h100-80gb-hbm3.json").read_text(encoding="utf-8"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIGURE = re.compile(r"\b\d+(?:\.\d+)?(?= (?:ms|MiB|TFLOP|GB/s|times as)\b)")
+"""Figures of a kind that the file has. Budgets are in GiB, seconds are of plans."""
+
+
+def row(part: str, **of: Any) -> dict[str, Any]:
+    (found,) = (one for one in MEASURED[part]["rows"] if of.items() <= one.items())
+    return found
+
+
+def ms(part: str, name: str = "step_seconds", **of: Any) -> float:
+    return 1000 * row(part, **of)[name]
+
+
+STEP, WIDE = {"model": "sd15", "side": 512}, {"model": "sd15", "side": 1024}
+PLAIN, FUSED, GRAPHS = (ms("kernels", **STEP, **{"pass": way}) for way in ("as it is", "fused kernels", "CUDA graphs"))
+SHARES = [ms("streaming", **WIDE, way="ours", share=share) for share in (50, 25, 10)]
+RECORDED = ms("streaming", **WIDE, way="ours", share=100)
+RESIDENT = sorted(ms("streaming", **WIDE, way=way) for way in ("resident", "model offload"))
+GROUPS = [1000 * one["step_seconds"] for one in MEASURED["streaming"]["rows"] if one["way"].startswith("group")]
+SEQUENTIAL = ms("streaming", **WIDE, way="sequential offload")
+TODAYS = [row("todays", model=model) for model in ("z-image-turbo", "flux1-dev")]
+PEAKS = MEASURED["peaks"]["rows"]
+GAINS = row("calibration", what="kernels")["measured"]
+COMPILE = row("calibration", what="compile")["measured"]
+DECODER = max(one["ratio"] for one in MEASURED["kernels"]["rows"] if one.get("dtype") == "float16")
+
+
+def mib(one: dict[str, Any]) -> tuple[float, float]:
+    """Predicted and measured, of a row."""
+    return one["predicted_bytes"] / MIB, (one["measured_bytes"] - one["library_bytes"]) / MIB
+
+
+LEAST = mib(row("peaks", **WIDE, share=0.0))
+PEAK = [f"{held:.0f}{{}}{foretold:.0f})" for foretold, held in map(mib, TODAYS)]
+STREAMED, TIMED, ALONE = (
+    [1000 * one[f"{name}step_seconds"] for one in TODAYS] for name in ("", "predicted_", "resident_")
+)
+LONGER = [taken / RESIDENT[1] for taken in SHARES]
+
+SAID = {
+    "README.md": [
+        f"{sum(one['within'] for one in PEAKS)} of {len(PEAKS)} peaks were as predicted",
+        f"A step took {STREAMED[1]:.0f} ms there, and {ALONE[1]:.0f} ms with all weights on the GPU",
+    ],
+    "docs/gpu.md": [
+        f"{sum(one['within'] for one in PEAKS)} of {len(PEAKS)} peaks were as predicted",
+        f"held {LEAST[1] - LEAST[0]:.0f} MiB of {LEAST[0]:.0f} more than predicted",
+        "cuDNN used 15 MiB",  # in a run that is not in the file
+        f"Peaks were {PEAK[0].format(' MiB (predicted ')} and {PEAK[1].format(' (')}.",
+        f"A step took {STREAMED[0]:.0f} and {STREAMED[1]:.0f} ms; with all weights on the GPU {ALONE[0]:.0f} and "
+        f"{ALONE[1]:.0f}. The predictions of {TIMED[0]:.0f} and {TIMED[1]:.0f} ms were too high",
+        f"took {RESIDENT[0]:.0f} to {RESIDENT[1]:.0f} ms with all weights on the GPU. With 50, 25 and 10 % of them it "
+        f"took {SHARES[0]:.0f}, {SHARES[1]:.0f} and {SHARES[2]:.0f} ms, {min(LONGER):.1f} to {max(LONGER):.1f} times "
+        f"as long. diffusers' group offload took {min(GROUPS):.0f} to {max(GROUPS):.0f} ms, its sequential offload "
+        f"{SEQUENTIAL:.0f}",
+        f"up to {DECODER:.1f} times as fast as torch's operators in a decoder",
+        f"took {FUSED:.0f} ms a step with them, {PLAIN:.0f} ms without",
+        f"were {COMPILE['gain']:.2f} times as fast",
+        f"took {GRAPHS:.0f} ms a step at 512x512. At 1024x1024 a recorded step took {RECORDED:.0f} ms, longer than",
+    ],
+    "docs/sources.md": [
+        f"{PLAIN / FUSED:.2f} times as fast in a step, a decoder's norms {DECODER:.1f} times",
+        f"a step at 512x512 is {PLAIN / GRAPHS:.2f} times as fast, and slower at 1024x1024",
+    ],
+    "docs/measurements.md": [
+        f"28.4 ms a step, measured {PLAIN:.1f}, and recorded as CUDA graphs at 22.6, measured {GRAPHS:.1f}.",
+        "18.3 and 9.6 ms of another H100",
+        "28.1 ms launched kernel by kernel",
+    ],
+}
+"""Sentences of the pages, with the file's figures in them."""
+
+
+@pytest.mark.parametrize("page", SAID)
+def test_pages_quote_the_file(page: str) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert [said for said in SAID[page] if said not in text] == []
+
+
+def test_no_other_figure_of_the_card_is_on_a_page() -> None:
+    left = {}
+    for file in PAGES:
+        page = file.relative_to(ROOT).as_posix()
+        text = file.read_text(encoding="utf-8")
+        blocks = re.split(r"\n\n|\n(?=- |\| )", text.partition("## What an H100 has shown")[0])
+        blocks = [block for block in blocks if "H100" in block]
+        blocks.append(text.partition("## What an H100 has shown")[2].partition("\n## ")[0])
+        told = " ".join(" ".join(blocks).split())
+        for said in SAID.get(page, []):
+            told = told.replace(said, "")
+        if figures := FIGURE.findall(told):
+            left[page] = figures
+    assert left == {}
+
+
+@pytest.mark.parametrize("card", ["h100", "h200"])
+def test_named_cards_of_its_generation_have_its_gains(card: str) -> None:
+    assert MEASURED_GAINS[card] == {name: pytest.approx(GAINS[name], rel=5e-3) for name in MEASURED_GAINS[card]}
+    assert vars(compiling_of(profile(card), CUDA)) == {name: pytest.approx(COMPILE[name], rel=5e-3) for name in COMPILE}
+
+
+def test_no_other_named_card_gains_by_what_was_not_measured_on_one() -> None:
+    assert set(MEASURED_GAINS) == {"h100", "h200"} == {name for name in PROFILES if compiling_of(profile(name), CUDA)}
