@@ -33,7 +33,7 @@ from ..settings import STREAMED, Fidelity, Settings
 from ..streaming.host_weights import RING_BYTES, bytes_also_in_files
 from ..streaming.mapped_files import MappedFiles, can_read_past_cache
 from ..streaming.simulator import CopyQueue
-from ..streaming.timing import StepTiming, timing_of
+from ..streaming.timing import LAYER_LAUNCHES, StepTiming, layers_with_weights, timing_of
 from ..tracing.flop_counter import TooManyCopiesError
 from ..tracing.tracer import Figures
 from ..units import MIB
@@ -232,6 +232,7 @@ class Pricing:
         recorded = bool(settings.cuda_graphs) and stage.component == self.anatomy.denoiser
         plain = self._once(stage, settings, cost, recorded)
         plain *= self._computed(stage, settings, cost) / self._gain(stage, settings)
+        plain += self._fetching(stage, settings)
         return StagePlan(
             name=stage.name,
             component=stage.component,
@@ -317,6 +318,13 @@ class Pricing:
             seconds = self.request.rates.seconds(cost, size, 1 if recorded else None)
             self._calls[key] = cost, seconds + (self._replaying(stage.component) if recorded else 0.0)
         return self._calls[key][1]
+
+    def _fetching(self, stage: Stage, settings: Settings) -> float:
+        """Host seconds of another program that fetches the layers of a stage that runs once."""
+        if stage.repeats or self.request.pace.layer is None or settings.offload not in STREAMED:
+            return 0.0
+        layers = len(layers_with_weights(self.anatomy.components[stage.component]))
+        return layers * self.request.pace.layer * self.request.rates.launch_seconds
 
     def _replaying(self, component: str) -> float:
         """Seconds until a replay of a recorded pass is launched."""
@@ -529,7 +537,9 @@ class Pricing:
         if key not in self._timings:
             size = self._computed_bytes(stage.component, settings)
             model, copies = self.anatomy.components[stage.component], self._copies(stage, settings, on_host)
-            timing = timing_of(stage.component, model, cost.spans, self.request.rates, size, copies)
+            layer = self.request.pace.layer
+            layer = LAYER_LAUNCHES if layer is None else layer
+            timing = timing_of(stage.component, model, cost.spans, self.request.rates, size, copies, layer)
             alone = CONTROL not in self.anatomy.components  # a ControlNet shares the ring, and has maps of its own
             maps = tuple(span.held_bytes for span in cost.spans) if alone else ()
             self._timings[key] = dataclasses.replace(timing, maps=maps)
@@ -585,7 +595,8 @@ class Pricing:
     def _copies(self, stage: Stage, settings: Settings, on_host: HostResidentWeights) -> CopyQueue:
         rates, (size, kernels) = self.request.rates, self._in_files[stage.component]
         filling = rates.filling(size, kernels if settings.channels_last else 0)
-        copies = CopyQueue(rates.copy_bandwidth, overlap=self.on_gpu, reading=filling, pinned=on_host.pinned_bytes)
+        overlap = self.on_gpu and self.request.pace.overlaps
+        copies = CopyQueue(rates.copy_bandwidth, overlap=overlap, reading=filling, pinned=on_host.pinned_bytes)
         if on_host.cached_bytes is None or not size or not self._stays_in_file(stage.component, settings):
             return copies
         cached = on_host.cached_bytes

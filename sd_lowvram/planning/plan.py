@@ -238,6 +238,7 @@ class Plan:
         del plain["timing"], plain["alike"]
         request = {**dataclasses.asdict(self.request), "device": str(self.request.device)}
         request["guidance"] = self.request.passes * self.request.calls > 1
+        del request["pace"]
         return plain | {
             "settings": self.settings.as_dict(),
             "request": request | {"rates": self.request.rates.name},

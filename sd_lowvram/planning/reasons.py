@@ -16,6 +16,9 @@ from .plan import Candidate, StagePlan
 from .request import Request
 from .wording import Kind, Reason, described
 
+_PUBLISHED_FIRST = ("rtx2060", "rtx2070", "rtx2080", "rtx2080-ti")
+"""The GPU on which first pictures of other programs were published, and those of its generation."""
+
 _WORTH_TELLING = 0.95
 """Largest part of the time for which the reason names the larger budget."""
 
@@ -128,6 +131,9 @@ def reasons(
     found = [Reason(Kind.PEAK, **_budget(request, best), stage=best.worst.name)]
     found += _on_weights(request, best, unlocked_seconds, disk)
     found += _on_speed(request, best, compiling)
+    if request.device.type != "cpu":
+        known = request.pace.first_seconds if request.rates.name in _PUBLISHED_FIRST else None
+        found.append(Reason(Kind.FIRST_PICTURE, more_seconds=known))
     if best.seconds >= LONG:
         longest = max(best.stages, key=lambda stage: stage.seconds)
         share = round(100 * longest.seconds / best.seconds)

@@ -17,6 +17,7 @@ from ..errors import BadInputError
 from ..kernels.attention.problem import PlannedGpu
 from ..memory.pinned import unlock_ended
 from ..models.anatomy import Anatomy
+from ..policies.named import OURS, Pace
 from ..streaming.host_weights import mapped_bytes
 from ..weights import all_tensors
 from .stages import Shape, native_size, scale_factor
@@ -39,6 +40,7 @@ class Request:
         calls: calls of the denoiser in each step.
         frames: frames of latents that the autoencoder decodes together; 1 for a picture.
         disk: bytes a second of the disk under the weights' files; None: measured here if it is needed.
+        pace: of the program that runs it.
     """
 
     width: int
@@ -55,6 +57,7 @@ class Request:
     calls: int = 1
     frames: int = 1
     disk: float | None = None
+    pace: Pace = OURS
 
     @property
     def shape(self) -> Shape:
@@ -113,6 +116,7 @@ class RunOptions(TypedDict, total=False):
         device: None: a GPU if there is one, else the CPU.
         rates: None: those of this machine.
         disk: bytes a second of the disk under the weights' files; None: measured on this machine.
+        pace: of the program that runs it; that of this one.
     """
 
     vram: int | None
@@ -128,6 +132,7 @@ class RunOptions(TypedDict, total=False):
     device: torch.device | str | None
     rates: Rates | None
     disk: float | None
+    pace: Pace
 
 
 def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
@@ -168,6 +173,7 @@ def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
         calls=anatomy.calls,
         frames=options.get("frames", 1),
         disk=options.get("disk"),
+        pace=options.get("pace", OURS),
     )
 
 

@@ -46,6 +46,7 @@ class Kind(str, enum.Enum):
     HALF_PRODUCTS = "products in fp16"
     PACKED = "packed weights"
     ATTENTION_UNKNOWN = "attention's workspace unknown"
+    FIRST_PICTURE = "first picture"
     SLOW = "slow"
     MORE_MEMORY = "more memory"
     NOT_PLANNED = "not planned"
@@ -165,6 +166,11 @@ def _packed(needed_bytes: int, vram: int) -> str:
     return f"{left} left: large weights are also stored in the order of the CPU's kernels"
 
 
+def _first_picture(more_seconds: float | None) -> str:
+    longer = "" if more_seconds is None else f", by {format_time(more_seconds)} in published runs on an RTX 2070"
+    return f"the time is that of a picture after the first; the first after loading takes longer{longer}"
+
+
 def _slow(seconds: float, card: str, percent: int, stage: str) -> str:
     return f"slow: {format_time(seconds)} on {card}, {percent} % of it in {stage}"
 
@@ -241,6 +247,7 @@ _SENTENCES: dict[Kind, Callable[..., str]] = {
     Kind.ATTENTION_UNKNOWN: lambda: (
         "the workspace of cuDNN's attention is not in the peak: `doctor --calibrate` on the GPU measures it"
     ),
+    Kind.FIRST_PICTURE: _first_picture,
     Kind.SLOW: _slow,
     Kind.MORE_MEMORY: _more_memory,
     Kind.NOT_PLANNED: _not_planned,

@@ -6,6 +6,7 @@ stable-diffusion, basujindal's and consciencia's forks of it, and the documentat
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +54,26 @@ _LAYER = _DIFFUSERS | {"offload": "layer"}
 
 @dataclass(frozen=True)
 class Pace:
-    """Slowdown of a program compared with today's programs, for times on named GPUs.
+    """Slowdown of a program compared with today's programs and with our streaming.
 
     Attributes:
-        launches: factor for the launch of an operator.
-        arithmetic: factor for operations in 16 bits.
+        launches: factor for the launch of an operator, on named GPUs.
+        arithmetic: factor for operations in 16 bits, on named GPUs.
+        layer: host time of a call of a layer whose weights are fetched, in launches; None: that of our streaming.
+        overlaps: True if weights are copied while the GPU computes.
+        fitted: True if a published or measured time of the program itself was used to fit the figures.
+        first_seconds: by which its first picture took longer in published runs on an RTX 2070; None: not published.
     """
 
     launches: float = 1.0
     arithmetic: float = 1.0
+    layer: float | None = None
+    overlaps: bool = True
+    fitted: bool = False
+    first_seconds: float | None = None
+
+
+OURS = Pace()
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,7 @@ class Policy:
         knobs: decided knobs by name; the plan chooses the rest.
         own: True if it runs by diffusers' own calls (:mod:`.offloading`) and the knobs serve plans alone.
         needs_plan: True if a run needs a plan for its size and budget.
-        pace: slowdown of the program on named GPUs.
+        pace: slowdown of the program.
     """
 
     stands_for: str
@@ -82,35 +94,43 @@ class Policy:
     knobs: Mapping[str, Any]
     own: bool = False
     needs_plan: bool = False
-    pace: Pace = Pace()
+    pace: Pace = OURS
 
 
 FORKS = Pace(launches=3.4, arithmetic=1.4965)
+FITTED = dataclasses.replace(FORKS, fitted=True)
 """Slowdown of CompVis' program and its forks, fitted, with the CPU that decodes, to the published times of 39 square
-pictures on an RTX 2070. They run under autocast, whose casts are not in our traces, with torch and Windows of 2022,
-whose
-convolutions used a smaller share of a GPU. A constant time per picture was fitted too and is zero."""
+pictures on an RTX 2070, by three of the forks. They run under autocast, whose casts are not in our traces, with torch
+and Windows of 2022, whose convolutions used a smaller share of a GPU. A constant time per picture was fitted too and is
+zero."""
+
+SEQUENTIAL = Pace(layer=30.5, overlaps=False, fitted=True)
+GROUPS = Pace(layer=8.8, fitted=True)
+"""A synchronisation and an allocation for each layer, by one step each of SD1.5 at 1024x1024 on an H100: 519 ms with
+diffusers' sequential offload, 161 ms with its groups by leaf."""
 
 POLICIES: dict[str, Policy] = {
     "compvis": Policy(
         "CompVis as published: all weights on the device, attention with its whole matrix of scores",
-        "weights in the type that they were loaded in, not float32 under autocast",
+        "weights in the type that they were loaded in, not float32 under autocast. A published time is 1.3 times as "
+        "long",
         _COMPVIS,
-        pace=FORKS,
+        pace=dataclasses.replace(FORKS, first_seconds=6.66),
     ),
     "basujindal": Policy(
         "basujindal's fork: one model on the device at a time, the UNet in two halves, guidance in turn, attention in "
         "parts, one picture decoded at a time",
         f"parts of attention are bounded at {_ONE_HEAD_MIB} MiB, one head at 512x512, where the fork takes one head at "
-        "any size; guidance goes in turn inside each block, and weights come ahead of their turn",
+        "any size; guidance goes in turn inside each block, and weights come ahead of their turn. Published times are "
+        "1.4 to 2.4 times as long",
         _TURBO | _HALVES,
-        pace=FORKS,
+        pace=dataclasses.replace(FORKS, first_seconds=6.73),
     ),
     "basujindal-turbo": Policy(
         "basujindal's fork with --turbo: as basujindal, the UNet whole on the device while it samples",
-        "as basujindal",
+        "as basujindal, the weights apart",
         _TURBO,
-        pace=FORKS,
+        pace=dataclasses.replace(FITTED, first_seconds=6.61),
     ),
     "consciencia": Policy(
         "consciencia's fork: as basujindal, with xformers' attention and the decoder on the CPU",
@@ -122,13 +142,13 @@ POLICIES: dict[str, Policy] = {
         "consciencia's fork with --turbo: the UNet whole on the device while it samples",
         "as consciencia",
         _CONSCIENCIA,
-        pace=FORKS,
+        pace=dataclasses.replace(FITTED, first_seconds=4.33),
     ),
     "consciencia-modified": Policy(
         "consciencia's fork with --turbo and the decoder back on the GPU",
         "as consciencia",
         _CONSCIENCIA | {"decoder_device": "gpu"},
-        pace=FORKS,
+        pace=dataclasses.replace(FITTED, first_seconds=7.52),
     ),
     "diffusers-default": Policy("diffusers as it loads a model", "in nothing", _DIFFUSERS),
     "diffusers-model-offload": Policy(
@@ -139,15 +159,17 @@ POLICIES: dict[str, Policy] = {
     ),
     "diffusers-sequential": Policy(
         "diffusers' enable_sequential_cpu_offload(), by its own call",
-        "plans count our offload=layer in its place, which fetches layers ahead",
+        "plans count the memory of our offload=layer, and for each layer the host time that was measured on an H100",
         _LAYER,
         own=True,
+        pace=SEQUENTIAL,
     ),
     "diffusers-group": Policy(
         "diffusers' enable_group_offload() by leaf with a stream, by its own call",
-        "plans count our offload=layer in its place",
+        "as diffusers-sequential",
         _LAYER,
         own=True,
+        pace=GROUPS,
     ),
     "ours": Policy("the plan of sd-lowvram: the fastest lossless settings that fit", "in nothing", {}, needs_plan=True),
 }

@@ -65,7 +65,13 @@ with single layers."""
 
 
 def timing_of(
-    component: str, model: nn.Module, spans: Sequence[ModuleSpan], rates: Rates, size: int, copies: CopyQueue
+    component: str,
+    model: nn.Module,
+    spans: Sequence[ModuleSpan],
+    rates: Rates,
+    size: int,
+    copies: CopyQueue,
+    layer: float = LAYER_LAUNCHES,
 ) -> StepTiming:
     """Times of the modules of ``model`` with their weights streamed, including the engine's own work.
 
@@ -76,13 +82,19 @@ def timing_of(
         rates: rates of the device.
         size: bytes of an element.
         copies: the cost of copies.
+        layer: host time of a call of a layer with weights, in operators.
     """
-    layers = {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
-    launched = [span.operators + (LAYER_LAUNCHES if span.path in layers else 0.0) for span in spans]
+    layers = layers_with_weights(model)
+    launched = [span.operators + (layer if span.path in layers else 0.0) for span in spans]
     seconds = rates.shares(spans, size, launched)
     return StepTiming(
         tuple((f"{component}.{span.path}", taken) for span, taken in zip(spans, seconds, strict=True)), copies
     )
+
+
+def layers_with_weights(model: nn.Module) -> set[str]:
+    """Names of the modules of ``model`` that have weights of their own."""
+    return {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
 
 
 def sort_by_timing(layers: Sequence[Layer], timing: StepTiming) -> list[Layer]:

@@ -12,12 +12,16 @@ from typer.testing import CliRunner
 
 import sd_lowvram
 from sd_lowvram.checkpoints.load import load_pipeline
+from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.cli import app
 from sd_lowvram.errors import BadInputError, SettingsError
-from sd_lowvram.planning.as_others import attach_own, way_of
-from sd_lowvram.policies.named import POLICIES, check_policy, runs_on
+from sd_lowvram.planning.as_others import attach_own, request_by, way_of
+from sd_lowvram.planning.search import make_plan
+from sd_lowvram.planning.wording import Kind, of_kind
+from sd_lowvram.policies.named import OURS, POLICIES, check_policy, runs_on
 from sd_lowvram.policies.offloading import CALLS
-from sd_lowvram.session import attachments
+from sd_lowvram.session import anatomy_of, attachments
+from sd_lowvram.units import GIB
 
 CPU = torch.device("cpu")
 
@@ -123,3 +127,32 @@ def test_plan_foretells_a_policy_for_a_card() -> None:
     assert json.loads(weightless.stdout)["settings"]["decoder_device"] == "cpu"
     unknown = invoke("plan", "--policy", "fast")
     assert unknown.exit_code == 2 and "--policy 'fast'" in " ".join(unknown.output.split())
+
+
+@pytest.mark.parametrize("name", [name for name, one in POLICIES.items() if one.pace != OURS])
+def test_what_was_fitted_to_a_program_is_said_of_no_other(name: str, pipe: Any) -> None:
+    source = request_by(name, anatomy_of(pipe), gpu="rtx2070").rates.source
+    assert ("fitted too" in source) == (name in ("basujindal-turbo", "consciencia-turbo", "consciencia-modified"))
+    assert ("measured on an H100" in source) == (name in ("diffusers-sequential", "diffusers-group"))
+    assert ("no time of this program" in source) == (name in ("compvis", "basujindal", "consciencia"))
+
+
+@pytest.mark.slow(12)
+@pytest.mark.parametrize(("name", "step"), [("diffusers-sequential", 0.519), ("diffusers-group", 0.161)])
+def test_diffusers_own_ways_take_what_was_measured_of_them(name: str, step: float) -> None:
+    anatomy = meta_anatomy("sd15", torch.float16, only=("unet",))
+    request = request_by(name, anatomy, gpu="h100", ram=32 * GIB, width=1024, height=1024, steps=10)
+    plan = make_plan(anatomy, request, sd_lowvram.Settings.policy(name), least=False)
+    (denoise,) = (stage for stage in plan.stages if stage.name == "denoise")
+    assert denoise.seconds / 10 == pytest.approx(step, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "longer"), [("compvis", "rtx2070", 6.66), ("compvis", "h100", None), (None, "rtx2070", None)]
+)
+def test_a_plan_says_which_picture_its_seconds_are_of(pipe: Any, name: str | None, gpu: str, longer: Any) -> None:
+    anatomy = anatomy_of(pipe)
+    settings = sd_lowvram.Settings.policy(name or "ours")
+    request = request_by(name, anatomy, gpu=gpu, width=64, height=64, ram=GIB)
+    (told,) = of_kind(make_plan(anatomy, request, settings, least=False).reasons, Kind.FIRST_PICTURE)
+    assert told.values == {"more_seconds": longer} and ("RTX 2070" in told) == (longer is not None)
