@@ -226,3 +226,10 @@ def test_computed_tables_are_made_anew_by_one_command_that_resumes(
         and text.count("| sdxl |") == 3
         and "by `python -m benchmarks plans --model sdxl`" in text
     )
+
+
+def test_no_time_begins_below_zero() -> None:
+    """A line through seconds of a busy machine may; the table of policies leaves such figures out."""
+    told = (ROOT / "benchmarks" / "policies_here.md").read_text(encoding="utf-8")
+    seconds, fits = told.split("## Pixels against time")
+    assert not re.findall(r"\| -\d[\d.]* \|", seconds + fits.partition("## Seconds by steps")[2])
