@@ -14,7 +14,7 @@ from sd_lowvram.checkpoints.architectures import architecture, build_components
 from sd_lowvram.devices.performance import THIS, Rates, profile
 from sd_lowvram.devices.this_machine import RECORDED
 from sd_lowvram.hooks import offers
-from sd_lowvram.kernels.attention.problem import PlannedGpu, capability, has_bf16, assume_gpu
+from sd_lowvram.kernels.attention.problem import PlannedGpu, assume_gpu, capability, has_bf16
 from sd_lowvram.kernels.triton.support import why_not as triton_why_not
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning import cost_model, search
