@@ -97,7 +97,7 @@ def test_a_named_card_gains_what_its_generation_was_measured_to_gain(monkeypatch
 
 
 @pytest.mark.parametrize("card", ["rtx2070", "h100"])
-def test_fused_kernels_that_are_requested_save_memory_and_no_time_on_a_named_card(
+def test_fused_kernels_that_are_requested_save_no_time_on_a_named_card(
     monkeypatch: pytest.MonkeyPatch, card: str
 ) -> None:
     plain = Settings(offload="none", fused_kernels=False, cuda_graphs=False)
@@ -106,12 +106,13 @@ def test_fused_kernels_that_are_requested_save_memory_and_no_time_on_a_named_car
         for fused in (False, True)
     )
     assert found.predicted.seconds == slow.predicted.seconds and found.fidelity < Fidelity.APPROXIMATE
-    assert found.predicted.peak_bytes < slow.predicted.peak_bytes
+    assert found.predicted.peak_bytes <= slow.predicted.peak_bytes
     assert of_kind(found.reasons, Kind.FUSED_NOT_FASTER) and not of_kind(slow.reasons, Kind.FUSED_NOT_FASTER)
 
 
+@pytest.mark.parametrize("settings", [Settings(fused_kernels=True), Settings(compile="regional")])
 def test_what_is_installed_here_changes_no_plan_for_a_named_card(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, settings: Settings
 ) -> None:
     monkeypatch.setenv("SD_LOWVRAM_CACHE", "")
     found = []
@@ -119,9 +120,10 @@ def test_what_is_installed_here_changes_no_plan_for_a_named_card(
         monkeypatch.setattr(offers.triton, "_is_installed", lambda installed=installed: installed)
         anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), only=("unet",)))
         request = Request(64, 64, 1, 4 * GIB, 4 * GIB, torch.device("cuda"), ELSEWHERE)
-        plan = search.make_plan(anatomy, request, Settings(fused_kernels=True, compile="regional"))
+        plan = search.make_plan(anatomy, request, settings)
         found.append((plan.settings, plan.predicted))
-    assert found[0] == found[1] and found[0][0].compile == "regional"
+    assert found[0] == found[1]
+    assert all(getattr(found[0][0], name) == value for name, _, value in settings.decided())
     assert not [one for one in recwarn if "riton" in str(one.message)]
 
 
