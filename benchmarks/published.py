@@ -350,7 +350,7 @@ def _reached_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 def _reached_cells(row: dict[str, Any]) -> list[str]:
     ratio = row["predicted"] / row["published"]
     side, near = f"{row['side']}x{row['side']}", abs(ratio - 1) <= _NEAR_ENOUGH
-    cells = [f"{row['published']:.1f}", f"{row['foretold']:.1f}", f"{ratio:.2f}"]
+    cells = [f"{row['published']:.1f}", f"{row['predicted']:.1f}", f"{ratio:.2f}"]
     return [row["policy"], side, *cells, "yes" if near else "no, not explained"]
 
 
