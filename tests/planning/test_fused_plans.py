@@ -14,7 +14,7 @@ from sd_lowvram.checkpoints.architectures import architecture, build_components
 from sd_lowvram.devices.performance import THIS, Rates, profile
 from sd_lowvram.devices.this_machine import RECORDED
 from sd_lowvram.hooks import offers
-from sd_lowvram.kernels.attention.problem import PlannedGpu, assume_gpu, capability, has_bf16
+from sd_lowvram.kernels.attention.problem import PlannedGpu, _capability, assume_gpu, capability, has_bf16
 from sd_lowvram.kernels.triton.support import why_not as triton_why_not
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning import cost_model, search
@@ -135,6 +135,7 @@ def test_a_card_that_is_here_says_nothing_of_a_named_one(monkeypatch: pytest.Mon
         assert capability(device) == (7, 5) and not has_bf16(device) and triton_why_not(device) is None
     with assume_gpu(PlannedGpu(bf16=True, here=True)):
         assert capability(device) == (9, 0) and has_bf16(device)
+    _capability.cache_clear()
 
 
 def test_a_unet_with_nothing_to_fuse_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
