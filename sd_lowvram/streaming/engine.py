@@ -1,8 +1,8 @@
 """The streaming engine: copies blocks of weights to the device while the device computes.
 
 Resident blocks stay on the device while their models are in use; streamed blocks pass through a ring. Residents and
-ring are one buffer (:mod:`pool`). If the ring follows the activations, a streamed block has its own allocation instead,
-from its fetch until another block is used. A weight is *lent* while it is on the device: ``tensor.data`` is a view of
+ring are one buffer (:mod:`pool`). If the ring follows the activations, each streamed block has its own allocation,
+from its fetch until another block is called. A weight is *lent* while it is on the device: ``tensor.data`` is a view of
 the buffer from the call of its layer until another block is called, and the host copy at all other times. So a program
 that changes or saves weights between runs sees complete weights in host memory.
 
@@ -91,7 +91,7 @@ class Stream:
         # (id(module), entry) -> patch of a layer that was there when the hooks were attached
         self._patches = {(id(layer.module), layer.entry): self._patch(layer) for layer in layers_of(self._components)}
         self._later: dict[tuple[int, str], Patch] = {}  # the same for layers that a host has added since
-        self._taken_off: set[tuple[int, str]] = set()  # those of _patches whose layers are not called by themselves now
+        self._taken_off: set[tuple[int, str]] = set()  # keys of _patches whose layers are wrapped now
         self._orders: dict[str, list[str]] = {}  # model -> names of its layers in the order in which a run called them
         self._known: list[Any] | None = None  # signature of the models at the last survey; None: survey again
         self._tensors: list[Tensor] = []  # weights of all layers, each once, streamed ones first
@@ -107,7 +107,7 @@ class Stream:
         self._room_taken: Moment | None = None  # recorded when the buffer was allocated
         self._there: set[int] = set()  # blocks whose copy to the device was issued
         self._lent: dict[int, list[int]] = {}  # block -> versions of its tensors, which show the device now
-        self._passing: set[int] = set()  # lent blocks that share bytes of the ring with others
+        self._passing: set[int] = set()  # lent blocks whose bytes of the ring other blocks use too
         self._busy: defaultdict[int, int] = defaultdict(int)  # block -> layers of it that are running
         self._held: defaultdict[int, int] = defaultdict(int)  # block -> enclosing `repeated_calls` that need it
         self._barred: tuple[int, int] | None = None  # the next block to fetch, and the block that is in its way
@@ -321,7 +321,7 @@ class Stream:
         after = [self._room_taken]
         if self._layout.rooms and number in self._layout.overlapping:
             self._layout.take(number, self._device)
-            after = [self._copier.mark()]  # kernels launched before may still read the memory that it was given
+            after = [self._copier.mark()]  # kernels launched earlier may still read this memory
         for other in self._layout.overlapping.get(number, ()):
             if other in self._there:
                 if self._busy[other] > 0:
@@ -392,7 +392,7 @@ class Stream:
                 place.tensor.data = place.host
         self._used[number] = self._copier.mark()
 
-    # What there is
+    # Looking at the models
 
     def _survey(self) -> None:
         """Look at the models again: hosts add layers, merge LoRAs, move and convert weights between runs."""

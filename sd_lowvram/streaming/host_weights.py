@@ -2,7 +2,7 @@
 
 A host weight is what a weight's tensor holds while the weight is not on the device. Copies that overlap with compute
 need pinned memory, which the system cannot swap out. So host weights are pinned up to a share of the machine's memory
-and of the run's budget. The others stay where they are: for a checkpoint that safetensors opened, in the mapped file.
+and of the run's budget. The rest stays where it is: for a checkpoint that safetensors opened, in the mapped file.
 Their bytes pass through a small pinned ring and are reordered (channels last) on the way. The system's cache holds as
 much of the file as the budget allows; the rest is read directly, past the cache, in every step. Nothing is stored
 twice: a weight with a pinned copy frees its first memory, unless that is the file.
@@ -81,7 +81,9 @@ class HostWeights:
         return self.pinned_bytes + self.ring_bytes + self.held_bytes
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Settle new tensors in host memory, and those that hold other memory than before; forget those that are gone.
+        """Settle new tensors in host memory, and those that hold other memory than before.
+
+        Tensors that are left out are no longer known, but hold their host memory until :meth:`undo`.
 
         They use what is left of the run's budget (:func:`host_budget`), without a budget all that may be pinned.
         Ordinary memory that tensors hold already is counted, and stays even if it exceeds the budget.
@@ -140,7 +142,7 @@ class HostWeights:
         return self._ring is not None and any(map(self._is_slow, sources))
 
     def reader(self) -> Executor:
-        """The thread that fills the ring: whatever it does, it does in the order in which it was asked."""
+        """Return the thread that fills the ring; it works in the order of requests."""
         assert self._ring is not None
         return self._ring.reader
 
@@ -176,7 +178,7 @@ class HostWeights:
     def _leave_on_disk(self, waiting: Iterable[Tensor], budget: _Budget, mapping: MappedFiles) -> None:
         """Choose which mapped weights stay in the system's cache: the first ones within ``budget``, in order.
 
-        The others are read past the cache."""
+        The rest is read past the cache."""
         if not can_read_past_cache():
             return
         left = list[Tensor]()
