@@ -116,7 +116,7 @@ GROUP_NORM_FAULTS = [
     ("1.0 / tl.sqrt(variance + eps)", "1.0 / tl.sqrt(variance)"),
     ("value * tl.sigmoid(value)", "value * tl.sigmoid(1.702 * value)"),
     ("(row % groups) * width\n", "(row % groups)\n"),
-    ("inside = known & (p + places < stop)", "inside = known & (p + places < pixels - 1)"),
+    ("inside = is_inside & (p + places < stop)", "inside = is_inside & (p + places < pixels - 1)"),
 ]
 
 
