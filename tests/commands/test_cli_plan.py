@@ -77,7 +77,7 @@ def test_an_impossible_budget_names_the_smallest_that_works(folder: Path) -> Non
 
 @pytest.mark.slow(12)
 def test_components_that_wait_in_their_file_need_little_memory() -> None:
-    """Of SD1.5's 2.0 GiB of weights those of convolutions come into memory, channels last; of the rest what there is
+    """Convolutions' weights of SD1.5's 2.0 GiB come into memory, channels last; of the rest what there is
     no memory for stays in the file, and is read when it is copied."""
     asked = "--model", "sd15", "--vram", "4GB", "--gpu", "rtx2070", "--offload", "component", "--json"
     mapped, pinned = (run(*asked, "--ram", ram) for ram in ("1.5GB", "3GB"))

@@ -141,7 +141,7 @@ def test_latents_of_a_host_that_tell_nonsense(folder, changed, texts, place, sha
 
 @pytest.mark.parametrize("shape", [(), (2**20,), (2**18, 1, 1, 1), (4, 2, 3, 3)])
 def test_an_autoencoder_of_strangers_is_no_wider_than_its_file(folder, shape):
-    """Of the weights that show its widths, each level's; nothing is built of what they claim."""
+    """Change the weights that show the widths, level by level: nothing is built of what they claim."""
     import diffusers.models  # not within the time of the file
     import safetensors.torch
     import torch

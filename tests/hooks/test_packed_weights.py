@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def unet() -> Any:
-    """With four convolutions of 4 MiB and more, and smaller ones."""
+    """Return a model with four convolutions of 4 MiB and more, and smaller ones."""
     torch.manual_seed(0)
     return UNet2DConditionModel(
         block_out_channels=(32, 384),

@@ -66,7 +66,7 @@ def full_size_plain() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.slow(8)
 def test_exact_on_a_full_size_autoencoder() -> None:
-    """Of one map; the other cases on real pictures, below."""
+    """Decode one map; the cases below decode real pictures."""
     latents, plain, pixels, moments = full_size_plain()
     with attached(full_size(), Settings(vae_tiles="exact", vae_map="parked", vae_strip_mib=1)), torch.no_grad():
         vae: Any = full_size()

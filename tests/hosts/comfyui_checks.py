@@ -23,7 +23,7 @@ def main(host: str) -> None:
 
 
 def autoencoders(nodes: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """How far exact tiles are from the stock calls, relative, by what the VAE is of; what was measured and reported."""
+    """Relative errors of exact tiles to the stock calls, by kind of VAE, and what was measured and reported."""
     sizes = {"sd15": (4, 24, 20), "flux": (16, 24, 20), "wan": (16, 1, 24, 20), "frames": (16, 3, 12, 10)}
     if inside.knows_flux2():
         sizes["flux2"] = (128, 12, 10)
