@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from on_card import GPU
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sd_lowvram
-from sd_lowvram.devices.performance import profile
+from sd_lowvram.devices.performance import THIS, profile
 from sd_lowvram.devices.this_machine import knows_cudnn_attention, overhead_of
 from sd_lowvram.kernels.attention import torch_kernels
 from sd_lowvram.kernels.attention.registry import attend, available_backends
@@ -28,7 +29,8 @@ def preferred(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     """torch takes cuDNN's kernel, as it does on newer cards, which holds half of its tensors' bytes besides; what is
     measured is remembered for one test."""
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
-    monkeypatch.setattr(request, "rates_of", lambda device: profile("rtx3060"))
+    as_measured = dataclasses.replace(profile("rtx3060"), name=THIS)
+    monkeypatch.setattr(request, "rates_of", lambda device: as_measured)
     monkeypatch.setattr(gpu.kernels, "attention_share", 0.5)
     known = knows_cudnn_attention, torch_kernels._own_kernel
     for one in known:
