@@ -402,15 +402,16 @@ class Stream:
                 self._contents = contents(self._tensors)
             return
         self.evict()
+        self._known = None  # an error from here on is followed by another survey
         layers = layers_of(self._components)
         self._layout = lay_down(layers, self._policy, self._orders)
+        self._roles = self._layout.roles()
+        self._layers = {id(layer.module): layer for layer in self._layout.layers()}
+        self._follow(layers)
         apart = not self._host_weights.can_pin(tensor for layer in layers for tensor in layer.tensors)
         tensors = *self._layout.streamed_tensors(apart), *(tensor for layer in layers for tensor in layer.tensors)
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self._host_weights.add(self._tensors)  # what is copied in every step is pinned before what is copied once
-        self._roles = self._layout.roles()
-        self._layers = {id(layer.module): layer for layer in self._layout.layers()}
-        self._follow(layers)
         self._known, self._contents = facts, contents(self._tensors)
 
     def _follow(self, layers: list[Layer]) -> None:

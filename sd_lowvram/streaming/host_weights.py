@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..compat.private import storage_key
 from ..memory import host_empty, mark_host
@@ -57,6 +57,8 @@ _copied: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class HostWeights:
     """The host memory of a model's tensors while they are not on the device.
 
+    It stays within the budget of the :func:`host_budget` block in which it was made, later tensors too.
+
     Attributes:
         pinned_bytes: pinned memory of host weights.
         ring_bytes: pinned memory of the ring through which unpinned weights pass; 0 if all are pinned.
@@ -68,8 +70,10 @@ class HostWeights:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pinned_bytes = self.ring_bytes = self.held_bytes = self.mapped_bytes = self.disk_bytes = 0
+        self._budget = _budget.get()
         self._past: PastCache | None = None
         self._on_disk: list[tuple[int, int]] = []
+        self._cached_bytes = 0
         self._ring: _Ring | None = None
         self._mapped: set[int] = set()
         self._each: list[_HostTensor] = []
@@ -83,9 +87,10 @@ class HostWeights:
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Settle new tensors in host memory, and those that hold other memory than before.
 
-        Tensors that are left out are no longer known, but hold their host memory until :meth:`undo`.
+        Tensors that are left out are no longer known. They hold their host memory while they exist, until :meth:`undo`;
+        the memory of those that do not exist any longer, as of an unloaded LoRA, is free for others.
 
-        They use what is left of the run's budget (:func:`host_budget`), without a budget all that may be pinned.
+        New tensors use what is left of the run's budget (:func:`host_budget`), without a budget all that may be pinned.
         Ordinary memory that tensors hold already is counted, and stays even if it exceeds the budget.
 
         Args:
@@ -102,6 +107,8 @@ class HostWeights:
                 stacklevel=2,
             )
         self._known = retained
+        self._each = [each for each in self._each if each.tensor() is not None]
+        self._count()
         if active_fake_mode(*news) is not None:
             for tensor in news:
                 mark_host(tensor)
@@ -117,7 +124,7 @@ class HostWeights:
 
     def can_pin(self, tensors: Iterable[Tensor]) -> bool:
         """True if all of ``tensors`` can be pinned, including those that are settled already."""
-        budget = _budget.get()
+        budget = self._budget
         room = pinnable_bytes() if budget is None else min(pinnable_bytes() - budget.parked, budget.left)
         return sum(tensor.nbytes for tensor in tensors) <= room + self.pinned_bytes + self.held_bytes
 
@@ -151,8 +158,6 @@ class HostWeights:
         nothing stays pinned that was not."""
         self._ring = self._past = None
         self._put_back(0)
-        self._mapped.clear()
-        self._on_disk.clear()
         self._known.clear()
 
     def _put_back(self, first: int) -> None:
@@ -161,6 +166,20 @@ class HostWeights:
             while len(self._each) > first:
                 self._each.pop().undo(moved)
                 unlock_ended()  # pinned copies of weights that are restored are freed before the next are allocated
+        self._count()
+
+    def _count(self) -> None:
+        """Sum up the memory of the host weights that exist; the budget gets back what others had."""
+        memories = {id(each.memory): each.memory for each in self._each}.values()
+        before = self.pinned_bytes + self.held_bytes + self._cached_bytes
+        kinds = {kind: sum(m.nbytes for m in memories if m.kind == kind) for kind in ("pinned", "ordinary", "mapped")}
+        self.pinned_bytes, self.held_bytes, self.mapped_bytes = kinds["pinned"], kinds["ordinary"], kinds["mapped"]
+        self._cached_bytes = sum(memory.nbytes for memory in memories if memory.cached)
+        self._mapped = {memory.storage for memory in memories if memory.kind == "mapped"}
+        self._on_disk = sorted((m.start, m.start + m.nbytes) for m in memories if m.on_disk)
+        self.disk_bytes = sum(stop - start for start, stop in self._on_disk)
+        if self._budget is not None:
+            self._budget.left -= self.pinned_bytes + self.held_bytes + self._cached_bytes - before
 
     def _is_slow(self, source: Tensor) -> bool:
         """True if ``source`` has to pass through the ring."""
@@ -175,21 +194,20 @@ class HostWeights:
         at = bisect.bisect_right(self._on_disk, (source.data_ptr(), math.inf)) - 1
         return at >= 0 and source.data_ptr() < self._on_disk[at][1]
 
-    def _leave_on_disk(self, waiting: Iterable[Tensor], budget: _Budget, mapping: MappedFiles) -> None:
-        """Choose which mapped weights stay in the system's cache: the first ones within ``budget``, in order.
+    def _leave_on_disk(self, waiting: Iterable[tuple[Tensor, _HostMemory]], mapping: MappedFiles) -> None:
+        """Choose which mapped weights stay in the system's cache: the first ones within the budget, in order.
 
         The rest is read past the cache."""
-        if not can_read_past_cache():
+        if self._budget is None or not can_read_past_cache():
             return
-        left = list[Tensor]()
-        for data in waiting:
-            if data.nbytes <= budget.left:
-                budget.left -= data.nbytes
+        room, left = self._budget.left, list[Tensor]()
+        for data, memory in waiting:
+            if data.nbytes <= room:
+                room -= data.nbytes
+                memory.cached = True
             else:
-                self._on_disk.append((data.data_ptr(), data.data_ptr() + data.nbytes))
-                self.disk_bytes += data.nbytes
+                memory.on_disk = True
                 left.append(data)
-        self._on_disk.sort()
         if left:
             self._past = PastCache(mapping)
             for data in left:
@@ -197,7 +215,7 @@ class HostWeights:
 
     def _settle(self, tensors: Sequence[Tensor]) -> None:
         on_gpu = self.device.type == "cuda"
-        mapping, waiting = MappedFiles(), list[Tensor]()
+        mapping, waiting = MappedFiles(), list[tuple[Tensor, _HostMemory]]()
         places: dict[_Place, list[Tensor]] = {}
         for tensor in tensors:
             places.setdefault(_place(tensor), []).append(tensor)
@@ -205,7 +223,7 @@ class HostWeights:
         ordinary = sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "ordinary")
         copied = ("mapped", "device", "ordinary") if on_gpu else ("mapped", "device")
         ring = RING_BYTES if on_gpu or "mapped" in kinds.values() else 0
-        budget = _budget.get()
+        budget = self._budget
         pinnable = pinnable_bytes() - ring - (budget.parked if budget is not None else 0)
         most = pinnable if budget is None else budget.left + RING_BYTES - ring
         short = budget is not None and can_read_past_cache() and sum(places[place][0].nbytes for place in places) > most
@@ -220,53 +238,71 @@ class HostWeights:
                 from_file = past if kind == "mapped" else None
                 copy = slabs.copy_of(data, like, most - slabs.total - ordinary + given_up, from_file)
                 ordinary -= given_up if copy is not None else 0
+            pinned = copy is not None or kind == "pinned"
             if copy is None and kind == "device":
                 copy, ordinary = data.to("cpu"), ordinary + size
-            if copy is None and kind == "mapped":
-                self._mapped.add(storage_key(data))
-                waiting.append(data)
-                self.mapped_bytes += size
+            account = "pinned" if pinned else "mapped" if kind == "mapped" else "ordinary"
+            memory = _HostMemory(account, align(size) if pinned else size, storage_key(data), data.data_ptr())
+            if account == "mapped":
+                waiting.append((data, memory))
             for tensor in sharing:
-                self._each.append(
-                    _HostTensor(tensor, data if kind == "mapped" else None, data.device, kind == "pinned")
-                )
+                original = data if kind == "mapped" else None
+                self._each.append(_HostTensor(TensorWeakRef(tensor), memory, original, data.device, kind == "pinned"))
                 if copy is not None:
                     set_data(tensor, copy)
                     if kind == "mapped":
                         _copied[tensor] = True
                 mark_host(tensor.data)
-        pinned = slabs.total + sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "pinned")
-        self.pinned_bytes, self.held_bytes = self.pinned_bytes + pinned, self.held_bytes + ordinary
-        if budget is not None:
-            budget.left -= pinned + ordinary
-            self._leave_on_disk(waiting, budget, mapping)
+        self._count()
+        self._leave_on_disk(waiting, mapping)
+        self._count()
         beside = on_gpu and self.held_bytes and (budget is None or budget.left >= 0)
         if self.mapped_bytes or beside:
             self._ring, self.ring_bytes = _ring_of(self.device), RING_BYTES
 
 
+@dataclass(eq=False)
+class _HostMemory:
+    """Memory of a host weight, and of those tied to it: its kind, and for a mapped one where it lies.
+
+    A mapped one is ``cached`` if the system's cache may hold it within the budget, ``on_disk`` if it is read from the
+    disk at every copy."""
+
+    kind: str
+    nbytes: int
+    storage: int
+    start: int
+    cached: bool = False
+    on_disk: bool = False
+
+
 @dataclass
 class _HostTensor:
-    """A tensor with what it held before: the mapped file (None: memory), the device, and whether it was pinned."""
+    """A tensor with its host memory, and what it held before: the mapped file (None: memory), the device, and whether
+    it was pinned. The tensor may end meanwhile, as that of a LoRA does when it is unloaded."""
 
-    tensor: Tensor
+    tensor: TensorWeakRef
+    memory: _HostMemory
     original: Tensor | None
     device: torch.device
     pinned: bool
 
     def undo(self, moved: dict[_Place, Tensor]) -> None:
         """Give the tensor back what it held; tensors that are one memory, known by ``moved``, stay so."""
-        data = self.tensor.data
+        tensor = self.tensor()
+        if tensor is None:
+            return
+        data = tensor.data
         unmark_host(data)
-        _copied.pop(self.tensor, None)
+        _copied.pop(tensor, None)
         if self.original is not None and same_bits(data, self.original.to(data.device)):
-            set_data(self.tensor, self.original)
+            set_data(tensor, self.original)
         elif data.device != self.device:
-            set_data(self.tensor, data.to(self.device))
+            set_data(tensor, data.to(self.device))
         elif not self.pinned and is_pinned(data):
-            place = _place(self.tensor)
+            place = _place(tensor)
             moved[place] = moved[place] if place in moved else unpin(data)
-            set_data(self.tensor, moved[place])
+            set_data(tensor, moved[place])
 
 
 class _Slabs:

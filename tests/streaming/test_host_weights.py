@@ -120,6 +120,26 @@ def test_the_budget_of_the_run_is_the_default(mapped: dict[str, Tensor]) -> None
     assert host_weights_of(mapped.values(), None, CPU).mapped_bytes == 0
 
 
+def test_memory_of_weights_that_ended_is_free_for_later_ones_within_the_same_budget(mapped: dict[str, Tensor]) -> None:
+    def another() -> nn.Parameter:
+        return nn.Parameter(mapped["large"], requires_grad=False)
+
+    first, second = another(), another()
+    host_weights = host_weights_of([first], RING_BYTES + 16 * MIB, CPU)  # enough for one of two
+    pinned = host_weights.pinned_bytes
+    host_weights.add([first, second])
+    assert (host_weights.pinned_bytes, host_weights.mapped_bytes) == (pinned, second.nbytes)
+    del first
+    third = another()
+    host_weights.add([second])
+    assert (host_weights.pinned_bytes, host_weights.mapped_bytes) == (0, second.nbytes)
+    host_weights.add([second, third])
+    assert (host_weights.pinned_bytes, host_weights.mapped_bytes) == (pinned, second.nbytes)
+    host_weights.undo()
+    assert (host_weights.pinned_bytes, host_weights.mapped_bytes) == (0, 0)
+    assert _in_file(second) and _in_file(third)
+
+
 def test_ordinary_memory_is_not_copied() -> None:
     tensor = torch.ones(2048, 2048)
     at = tensor.data_ptr()

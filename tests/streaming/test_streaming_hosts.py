@@ -3,6 +3,7 @@ run of the same pipeline."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import tiny
 import torch
 from test_pipelines import _lora as lora_of
+from test_plan_streaming import stream_of
 from test_streaming import WAYS, run, unet_of
 from test_unet_hosts import adapter, add_lora, controlnet
 
@@ -132,17 +134,19 @@ def test_controlnet_shares_the_room_with_the_unet(way: str) -> None:
 
 
 def test_a_layer_is_streamed_again_when_its_lora_has_gone() -> None:
-    """The LoRA's wrapper has taken its place in the list of layers, and its patch is set again."""
+    """The LoRA's wrapper has taken its place in the list of layers, its patch is set again, and its memory is free."""
     unet = families.parts("sd15")["unet"]
     layer = unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
     before = run(unet)
-    with attached(unet, WAYS["layer"], device="cpu"):
+    with attached(unet, WAYS["layer"], device="cpu") as attachment:
         run(unet)
-        streamed = roles_of(layer)
+        streamed, weights = roles_of(layer), stream_of(attachment)._host_weights
+        held = weights.host_bytes
         add_lora(unet)
-        assert tiny.relative_error(run(unet), before) > 1e-3
+        assert tiny.relative_error(run(unet), before) > 1e-3 and weights.host_bytes > held
         unet.unload_lora()
-        assert torch.equal(run(unet), before)
+        gc.collect()
+        assert torch.equal(run(unet), before) and weights.host_bytes == held
         assert unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q is layer
         assert streamed and roles_of(layer) == streamed
 

@@ -13,7 +13,7 @@ from sd_lowvram.streaming.host_weights import HostWeights, host_budget
 
 def host_weights_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.device) -> HostWeights:
     """Host weights of ``tensors``; ``ram_bytes`` None: in the budget that is there."""
-    host_weights = HostWeights(device)
     with contextlib.nullcontext() if ram_bytes is None else host_budget(ram_bytes):
-        host_weights.add(tensors)
+        host_weights = HostWeights(device)
+    host_weights.add(tensors)
     return host_weights
