@@ -14,7 +14,6 @@ from pathlib import Path
 import families
 import infotext
 import pytest
-import tiny
 from command_line import ENVIRONMENT, LIGHT, LIGHTLY, MAIN, call, command
 from forked import forks_of
 from PIL import Image
@@ -56,7 +55,7 @@ def heavy():
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    tiny.pipeline("sd15").save_pretrained(folder)
+    families.plain("sd15").save_pretrained(folder)
     return folder
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -37,7 +38,7 @@ def run(*words: str) -> Any:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_folder(tiny.config("sd15"), "StableDiffusionPipeline", path)
+    write_folder(families.config("sd15"), "StableDiffusionPipeline", path)
     return path
 
 
@@ -50,7 +51,7 @@ def test_a_table_for_people(folder: Path) -> None:
 
 
 def test_stages_that_two_encoders_run_are_told_apart(tmp_path: Path) -> None:
-    write_folder(tiny.config("sdxl"), "StableDiffusionXLPipeline", tmp_path)
+    write_folder(families.config("sdxl"), "StableDiffusionXLPipeline", tmp_path)
     asked = "--model", str(tmp_path), "--vram", "1GB", "--ram", "2GB", "--gpu", "rtx2070"
     shown = run(*asked).stdout
     assert [shown.count(f" {name} \N{BOX DRAWINGS LIGHT VERTICAL}") for name in ("text   ", "text 2 ")] == [1, 1], shown

@@ -13,6 +13,7 @@ import types
 from typing import Any
 
 import comfy_host
+import families
 import numpy
 import pytest
 import tiny
@@ -22,6 +23,7 @@ from PIL import Image
 from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.commands.decode_saved import decode_file
 from sd_lowvram.saved_latents.file import read_saved
 from sd_lowvram.saved_latents.hosted import read_hosted
@@ -50,7 +52,7 @@ def cancelled(monkeypatch) -> list[bool]:
 
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Any]:
-    parts = tiny.components("sd15")
+    parts = families.parts("sd15")
     return {name: parts[name].eval().requires_grad_(False) for name in ("unet", "vae")}
 
 
@@ -72,7 +74,7 @@ def shown_and_given(pack: Any, model: Patcher, vae: Any, budget: str = "", **kno
 
 def optimize(pack: Any, model: Patcher, budget: str = "") -> tuple[Patcher, Any]:
     """One set of knobs for all tests: their traces are made once and remembered."""
-    vae = comfy_host.VAE(tiny.components("sd15")["vae"].eval().requires_grad_(False))
+    vae = comfy_host.VAE(build_components(families.config("sd15"), only=("vae",))["vae"])
     mine, _, record = shown_and_given(pack, model, vae, budget, **CHUNKED)[1]
     return mine, record
 
@@ -100,7 +102,7 @@ def test_the_same_picture_and_nothing_left(pack, model) -> None:
 
     model.model.apply = watched
     ours = Guider(mine, TEXT).sample(NOISE)
-    assert during[0] > 22 and record.sites["residual_strips"] == 22 and record.sites["feed_forward"] == 16
+    assert during[0] > 8 and record.sites["residual_strips"] == 8 and record.sites["feed_forward"] == 4
     assert tiny.relative_error(ours, plain) < 1e-5
     assert not traces_of_us(_unet(model))
     del model.model.apply

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
-import tiny
 import torch
 
 import sd_lowvram
@@ -51,7 +51,7 @@ LEAVES: dict[str, Callable[[], Any]] = {
 @pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
-    return tiny.pipeline("sd15")
+    return families.plain("sd15")
 
 
 def in_a_dictionary(unet: Any, make: Callable[[], Any]) -> None:
@@ -63,8 +63,12 @@ def on_every_layer(unet: Any, make: Callable[[], Any]) -> None:
         module.left = make()
 
 
+FIXED = sd_lowvram.Settings.policy("diffusers-default")
+"""All knobs: one plan is traced."""
+
+
 def planned(pipe: Any) -> Any:
-    plan = sd_lowvram.optimize(pipe.unet, vram="2GB", width=64, height=64, device="cpu")
+    plan = sd_lowvram.optimize(pipe.unet, vram="2GB", width=64, height=64, device="cpu", settings=FIXED)
     sd_lowvram.restore(pipe.unet)
     return plan.predicted
 
