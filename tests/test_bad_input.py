@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
-import tiny
 import torch
 
 import sd_lowvram
@@ -22,7 +22,7 @@ LATENTS, PIXELS = torch.zeros(1, 4, 8, 8), torch.zeros(1, 3, 64, 64)
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    return tiny.pipeline("sd15")
+    return families.plain("sd15")
 
 
 DEVICES: list[tuple[Any, str]] = [

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
-import tiny
 import torch
 
 from sd_lowvram.commands.knobs import command_line_knobs, fidelity_words
@@ -174,7 +174,7 @@ def test_blocks_of_python_run_as_they_are_printed_and_with_other_values(number: 
     for printed, value in OTHER_VALUES[number].items():
         assert printed in other, f"{printed} does not stand in block {number}"
         other = other.replace(printed, value)
-    pipe, fresh = tiny.pipeline("sd15"), tiny.pipeline("sd15")
+    pipe, fresh = families.plain("sd15"), families.plain("sd15")
     for one in (pipe, fresh):  # a call without a seed gets one: planning draws numbers, too
         monkeypatch.setattr(one, "check_inputs", lambda *_, **__: torch.manual_seed(0))
     expected = [picture_of(text, fresh) for text in (block, other)]

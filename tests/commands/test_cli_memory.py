@@ -33,6 +33,7 @@ main()
 def drawn(file: Path, times: int) -> tuple[subprocess.CompletedProcess[str], np.ndarray]:
     """A picture whose UNet runs out of memory so many times, and what the program printed."""
     arguments = ["generate", "a red apple", "--steps", "2", "--seed", "1", "--vram", "2GB", "--output", str(file)]
+    arguments += ["--width", "64", "--height", "64"]
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(times), *arguments],
         env=ENVIRONMENT, cwd=file.parent, capture_output=True, text=True, timeout=120, check=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import families
 import pytest
 import tiny
 import torch
@@ -14,7 +15,7 @@ from sd_lowvram.errors import BadInputError
 def pipes():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield {name: tiny.pipeline(name) for name in ("sd15", "sd21")}
+    yield {name: families.plain(name) for name in ("sd15", "sd21")}
     torch.set_num_threads(threads)
 
 

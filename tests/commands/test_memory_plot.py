@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
-import tiny
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -18,7 +18,7 @@ from sd_lowvram.planning import memory_profile as recording
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    tiny.pipeline("sd15").save_pretrained(folder)
+    families.plain("sd15").save_pretrained(folder)
     return folder
 
 

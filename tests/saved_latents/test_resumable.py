@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import families
 import pytest
-import tiny
 import torch
 from PIL import Image
 
@@ -51,7 +51,7 @@ def steps_of(pipe, call) -> tuple[int, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def pipe():
-    return tiny.pipeline("sd15")
+    return families.plain("sd15")
 
 
 def test_the_same_call_goes_on(pipe, tmp_path):
@@ -88,12 +88,12 @@ def test_another_call_begins_anew_and_says_what_differs(pipe, tmp_path, name):
 
 @pytest.mark.parametrize("part", ["unet", "vae", "scheduler"])
 def test_another_model_begins_anew(tmp_path, part):
-    path, pipe = tmp_path / "x.latents.safetensors", tiny.pipeline("sd15")
+    path, pipe = tmp_path / "x.latents.safetensors", families.plain("sd15")
     ended(pipe, path)
     if part == "scheduler":
         set_scheduler(pipe, "euler")
     else:
-        setattr(pipe, part, getattr(tiny.pipeline("sd15", seed=1), part))
+        setattr(pipe, part, getattr(families.plain("sd15", seed=1), part))
     whole = pipe(**CALL, generator=seeded()).images
     with pytest.warns(UserWarning, match=rf"differs: .*{part}"):
         assert torch.equal(sd_lowvram.resumable(pipe, path)(**CALL, generator=seeded()).images, whole)
@@ -102,7 +102,7 @@ def test_another_model_begins_anew(tmp_path, part):
 @pytest.mark.parametrize("what", ["image", "mask_image"])
 def test_another_picture_or_mask_begins_anew(tmp_path, what):
     """With four channels a mask is looked at between the steps and no denoiser sees it."""
-    path, pipe = tmp_path / "x.latents.safetensors", tiny.pipeline("sd15", "Inpaint")
+    path, pipe = tmp_path / "x.latents.safetensors", families.plain("sd15", "StableDiffusionInpaintPipeline")
     picture, mask = Image.effect_noise((64, 64), 90).convert("RGB"), Image.linear_gradient("L").resize((64, 64))
     given = {"image": picture, "mask_image": mask, "strength": 1.0}
     ended(pipe, path, **given)
@@ -117,7 +117,7 @@ def test_another_picture_or_mask_begins_anew(tmp_path, what):
 
 
 def test_with_a_plan_attached(tmp_path):
-    path, pipe = tmp_path / "x.latents.safetensors", tiny.pipeline("sd15")
+    path, pipe = tmp_path / "x.latents.safetensors", families.plain("sd15")
     sd_lowvram.optimize(pipe, width=64, height=64, settings=sd_lowvram.Settings(offload="layer"))
     whole = pipe(**CALL, generator=seeded()).images
     ended(pipe, path)

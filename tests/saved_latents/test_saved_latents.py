@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
+import families
 import pytest
 import safetensors.torch
 import tiny
@@ -39,7 +40,10 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def pipes():
-    return {name: tiny.pipeline(name) for name in ("sd15", "sdxl")}
+    return {
+        "sd15": families.plain("sd15"),
+        "sdxl": families.plain("sdxl", "StableDiffusionXLPipeline"),
+    }
 
 
 def run(

@@ -113,7 +113,7 @@ def test_residuals_from_outside(extra: Any) -> None:
 def controlled() -> Any:
     from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
 
-    parts = tiny.components("sd15")
+    parts = families.parts("sd15")
     net = ControlNetModel.from_unet(parts["unet"], conditioning_channels=3)
     noise = torch.Generator().manual_seed(4)
     for parameter in net.parameters():  # its zero convolutions would hide it
@@ -168,7 +168,7 @@ def test_ip_adapter_layers_are_streamed() -> None:
 def test_textual_inversion_and_another_scheduler() -> None:
     from diffusers import EulerDiscreteScheduler
 
-    pipe, twin = tiny.pipeline("sd15"), tiny.pipeline("sd15")
+    pipe, twin = families.plain("sd15"), families.plain("sd15")
     token = {"<thing>": torch.randn(32, generator=torch.Generator().manual_seed(2))}
     with attached(pipe, WAYS["blocks"], device="cpu"):
         assert torch.equal(tiny.run(pipe), tiny.run(twin))
@@ -182,7 +182,7 @@ def test_textual_inversion_and_another_scheduler() -> None:
 
 
 def test_callbacks_may_change_weights_between_steps() -> None:
-    pipe, twin = tiny.pipeline("sd15"), tiny.pipeline("sd15")
+    pipe, twin = families.plain("sd15"), families.plain("sd15")
 
     def change(one: Any, step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
         if step == 0:
@@ -198,7 +198,7 @@ def test_callbacks_may_change_weights_between_steps() -> None:
 
 def test_pipe_to_is_followed() -> None:
     """Another type needs another buffer."""
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     with attached(pipe, WAYS["blocks"], device="cpu"):
         tiny.run(pipe, steps=1)
         pipe.to(torch.bfloat16)
