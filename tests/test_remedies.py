@@ -42,7 +42,7 @@ ADVICE = re.compile(
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    return tiny.pipeline("sd15")
+    return families.plain("sd15")
 
 
 def runs(pipe: Any, settings: Settings) -> bool:
@@ -80,7 +80,7 @@ def test_settings_that_exclude_each_other(pipe: Any, refused: dict[str, Any], in
 
 def test_what_is_offloaded_by_others(pipe: Any) -> None:
     for name in ("enable_model_cpu_offload", "enable_sequential_cpu_offload"):
-        other = tiny.pipeline("sd15")
+        other = families.plain("sd15")
         getattr(other, name)(device="cpu")
         for settings in (None, Settings(), Settings(offload="none"), Settings(offload="layer")):
             with pytest.raises(ConflictError, match=r"offloaded by .* already: call remove_all_hooks\(\)"):
@@ -90,14 +90,14 @@ def test_what_is_offloaded_by_others(pipe: Any) -> None:
         other.remove_all_hooks()
         sd_lowvram.optimize(other, settings=Settings(offload="layer"), **PLENTY)
         assert torch.equal(tiny.run(other, steps=1), tiny.run(pipe, steps=1))
-    group = tiny.pipeline("sd15")
+    group = families.plain("sd15")
     group.unet.enable_group_offload(onload_device=CPU, offload_type="leaf_level")
     with pytest.raises(ConflictError, match="load it again"):
         sd_lowvram.plan(group, **PLENTY)
 
 
 def test_weights_that_diffusers_casts(pipe: Any) -> None:
-    other = tiny.pipeline("sd15")
+    other = families.plain("sd15")
     other.unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
     with pytest.raises(ConflictError, match="weight_storage='fp8'"):
         sd_lowvram.plan(other, **PLENTY)
@@ -105,7 +105,7 @@ def test_weights_that_diffusers_casts(pipe: Any) -> None:
 
 
 def test_a_model_that_is_compiled_already() -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     plain, pipe.unet = pipe.unet, torch.compile(pipe.unet, backend="eager")
     with pytest.raises(ConflictError, match="leave compile off, or optimize it uncompiled"):
         runs(pipe, Settings(compile="regional"))
@@ -144,7 +144,7 @@ class _ByHand:
 def test_attention_that_torch_does_not_compute() -> None:
     from diffusers.models.attention_processor import AttnProcessor2_0
 
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     attention = pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1
     attention.set_processor(_ByHand())
     with pytest.raises(LowVRAMError, match=r"Set a processor .* AttnProcessor2_0, or leave the attention setting"):
@@ -183,7 +183,7 @@ def test_an_autoencoder_without_layers_that_overflows() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [todays.flux, todays.sd3, todays.z_image, todays.chroma, lambda: tiny.pipeline("sd15")]
+    "make", [todays.flux, todays.sd3, todays.z_image, todays.chroma, lambda: families.plain("sd15")]
 )
 def test_an_autoencoder_of_other_latents(make: Any) -> None:
     pipe = make()
@@ -250,13 +250,13 @@ def test_a_budget_that_is_too_small(family: str, asked: dict[str, str], limit: s
 def test_a_single_allocation_that_is_too_large() -> None:
     pipe = families.plain("sd15")
     with pytest.raises(BudgetError, match=r"largest_mib 1: .* Give that much") as error:
-        sd_lowvram.plan(pipe, **{**PLENTY, "width": 768, "height": 768}, settings=Settings(largest_mib=1))
+        sd_lowvram.plan(pipe, **{**PLENTY, "width": 512, "height": 512}, settings=Settings(largest_mib=1))
     enough = int(re.search(r"at least (\d+) MiB", str(error.value)).group(1))
-    sd_lowvram.plan(pipe, **{**PLENTY, "width": 768, "height": 768}, settings=Settings(largest_mib=enough))
+    sd_lowvram.plan(pipe, **{**PLENTY, "width": 512, "height": 512}, settings=Settings(largest_mib=enough))
 
 
 def test_weights_of_8_bits(tmp_path: Path) -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     pipe.unet.requires_grad_(True)
     x, text = torch.randn(1, 4, 8, 8, requires_grad=True), torch.randn(1, 77, 32)
     stored = {"settings": Settings(weight_storage="int8"), **PLENTY}
@@ -306,7 +306,7 @@ def test_weights_that_are_larger_than_their_room(pipe: Any, split: bool | None) 
 
 
 def test_8_bits_above_weights_that_stream() -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     eight = Settings(weight_storage="int8")
     expected = tiny.run(pipe, steps=1)
     for offload in ("layer", "component"):
@@ -339,7 +339,7 @@ class _Foreign(torch.Tensor):
 
 
 def test_weights_that_cannot_be_streamed() -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     layer = pipe.unet.mid_block.resnets[0].conv1
     plain = layer.weight
     layer.weight = nn.Parameter(plain.detach().as_subclass(_Foreign), requires_grad=False)
@@ -354,7 +354,7 @@ def test_weights_that_cannot_be_streamed() -> None:
 
 
 def test_weights_that_change_before_their_backward() -> None:
-    unet = tiny.pipeline("sd15").unet.half()
+    unet = families.plain("sd15").unet.half()
     x = torch.randn(1, 4, 8, 8, requires_grad=True)
     with attached(unet, Settings(precision="fp16-storage"), device=CPU):
 

@@ -94,6 +94,11 @@ def collage() -> tuple[Any, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("kind", MAPS)
 def test_exact_on_real_pictures(kind: str) -> None:
     vae, pixels, moments, plain = collage()
+    if kind == "recomputed":  # which takes long: of a part
+        pixels = pixels[:, :, :320]
+        with torch.no_grad():
+            moments = vae.encode(pixels).latent_dist.parameters
+            plain = vae.decode(moments[:, :4]).sample
     chosen = Settings(vae_tiles="exact", vae_map=kind, vae_strip_mib=1)
     compare(decode(vae, moments[:, :4], settings=chosen), plain)
     assert (encode(vae, pixels, settings=chosen) - moments).abs().max() <= 1e-4

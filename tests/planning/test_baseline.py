@@ -13,7 +13,7 @@ from sd_lowvram.units import GIB, MIB
 FAST = [
     row
     for row in ROWS
-    if (row["asked"]["model"], row["asked"]["size"]) == ("sd15", 512)
+    if (row["asked"]["model"], row["asked"]["size"]) == ("sd15", 512) and row["asked"].get("card") != "gtx1650"
     if "batch" not in row["asked"] and row["asked"].get("ram_gib", 64) > 2
 ]
 """Without those that read weights from disk, which take longer where the system cannot read past its cache."""

@@ -100,7 +100,11 @@ def main(path: Path) -> None:
     unet = mapped_unet(path)
     weights = weight_bytes(unet)
     sizes: dict[str, Any] = {"width": SIDE, "height": SIDE, "device": "cpu", "vram": "8GB"}
-    streamed, last = sd_lowvram.Settings(offload="layer"), sd_lowvram.Settings(channels_last=True)
+    fixed = sd_lowvram.Settings.policy("diffusers-default")  # so that few plans are traced
+    streamed, last = (
+        dataclasses.replace(fixed, offload="layer", attention=None),
+        sd_lowvram.Settings(channels_last=True),
+    )
     least = sd_lowvram.plan(unet, settings=streamed, **sizes).minimum_ram_bytes
     found: dict[str, Any] = {"weights": weights, "minimum_ram": least, "runs": {}}
     outputs = []
