@@ -223,7 +223,7 @@ def _lora(pipe: Any, rank: int = 4) -> dict[str, torch.Tensor]:
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
-    other = tiny.pipeline("sd15").unet
+    other = type(pipe.unet).from_config(pipe.unet.config)
     other.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
     generator = torch.Generator().manual_seed(1)
     weights = get_peft_model_state_dict(other)
@@ -232,7 +232,7 @@ def _lora(pipe: Any, rank: int = 4) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("settings", [Settings.smallest(), Settings(offload="component"), Settings(attention="sliced")])
 def test_lora_has_its_full_effect(settings: Settings) -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     lora = _lora(pipe)
     without = tiny.run(pipe)
     pipe.load_lora_weights(dict(lora))

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("way", STREAMED)
 def test_lora_has_its_whole_effect(way: str) -> None:
     """Loaded before and after, scaled, unloaded, fused into the weights and taken out again: bit for bit."""
-    pipe, twin = tiny.pipeline("sd15"), tiny.pipeline("sd15")
+    pipe, twin = families.plain("sd15"), families.plain("sd15")
     lora = lora_of(pipe)
     without = tiny.run(twin, steps=1)
 
