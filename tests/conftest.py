@@ -85,9 +85,30 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any]) -> None:
         _leftovers().refresh()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def measured_rates() -> Iterator[None]:
+    """Measure the processor once for all plans, also for those with a cache of their own: each time takes seconds."""
+    import torch
+
+    from sd_lowvram.devices import this_machine
+    from sd_lowvram.planning import cost_model, request
+
+    measured = functools.cache(lambda device, threads: this_machine.rates_of(device))
+
+    def rates_of(device: Any) -> Any:
+        return measured(device, torch.get_num_threads()) if device.type == "cpu" else this_machine.rates_of(device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (cost_model, request):
+            patch.setattr(module, "rates_of", rates_of)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def leaves_nothing_as_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """Warn, with its name, of a file whose tests or fixtures leave threads, hooks or patches of libraries."""
+    gc.collect()
+    gc.freeze()  # what was imported for earlier files: a measurement collects first, and would look through all of it
     with _leftovers().of_file() as left:
         yield
     if left:

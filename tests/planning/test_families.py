@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,9 +58,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(residual_strips, "FEWEST_ROWS", 4)
         for hook in (feed_forward, transformer_chunks):
             patch.setattr(hook, "FEWEST_TOKENS", 32)
-        gc.freeze()  # each measurement collects, which takes long among all that is imported
         yield
-        gc.unfreeze()
 
 
 @pytest.fixture(scope="module", params=KINDS)
