@@ -100,7 +100,7 @@ def computes_in_float32(settings: Settings) -> bool:
 
 @pytest.fixture
 def compiled(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiled blocks have their graphs forward and backward, and no C++ compiler is waited for: test_compiled does."""
+    """Trace graphs of compiled blocks, forward and backward, without a C++ compiler; test_compiled runs inductor."""
     if settings.compile in (None, "off"):
         yield
         return
