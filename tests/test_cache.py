@@ -43,7 +43,9 @@ def folder(tmp_path: Path, monkeypatch: Any) -> Path:
 
 
 def words(model: Path) -> list[str]:
-    return ["plan", "--model", str(model), "--gpu", "rtx2070", "--vram", "1GB", "--ram", "4GB", "--json"]
+    """Arguments of a plan whose policy decides all knobs, so that of each stage one way alone is traced."""
+    asked = ["--gpu", "rtx2070", "--vram", "1GB", "--ram", "4GB", "--policy", "diffusers-default"]
+    return ["plan", "--model", str(model), *asked, "--json"]
 
 
 def planned(model: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from small import narrow, single_file_state
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from sd_lowvram import optimize
+from sd_lowvram import Settings, optimize
 from sd_lowvram.checkpoints import inspection
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.checkpoints.inspection import configuration
@@ -415,7 +415,7 @@ def test_models_of_noise_levels_have_their_own_scheduler(marks: Weights, kind: s
     texts |= {f"negative_{name}": one for name, one in texts.items()}
     call = {**texts, "width": 64, "height": 64, "num_inference_steps": 2, "output_type": "pt"}
     plain = pipe(**call, generator=torch.Generator().manual_seed(0)).images
-    optimize(pipe, vram="2GB", width=64, height=64, device="cpu")
+    optimize(pipe, vram="2GB", width=64, height=64, device="cpu", settings=Settings.smallest())
     assert torch.allclose(pipe(**call, generator=torch.Generator().manual_seed(0)).images, plain, atol=1e-4)
 
 
@@ -442,6 +442,7 @@ def test_no_more_steps_are_shown_than_were_asked_for(
 
     monkeypatch.setattr(Bars, "update", update)
     asked = ("--steps", "3", "--scheduler", scheduler, "--output", str(tmp_path / "a.png"))
+    asked += ("--width", "64", "--height", "64")
     told = CliRunner().invoke(app, ["generate", "a red apple", *asked, "--device", "cpu", "--vram", "2GB"])
     assert told.exit_code == 0, told.output
     assert shown[-1] == (3, 3) and all(done <= total == 3 for done, total in shown)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy
 import pytest
-import tiny
 import torch
 
 import sd_lowvram
@@ -58,7 +58,7 @@ def test_no_generator_of_the_process_is_drawn_from(
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
     monkeypatch.setattr(winograd, "_MAPS", ((8, 16),))
     monkeypatch.delitem(examination.MEASURED, "compile")  # takes minutes
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     before = _states()
     ACTIONS[action](pipe)
     assert _states() == before

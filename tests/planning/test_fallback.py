@@ -114,7 +114,7 @@ def on_a_card(pipe: Any, monkeypatch: pytest.MonkeyPatch, approximate: bool = Fa
     """A plan for a card, and all that come after it while each of them runs out of memory."""
     monkeypatch.setattr(fallback, "_there", lambda plan: math.inf)
     anatomy = anatomy_of(pipe)
-    asked = Request(256, 256, 1, 1 << 30, 1 << 30, torch.device("cuda"), profile("rtx3060"))
+    asked = Request(128, 128, 1, 1 << 30, 1 << 30, torch.device("cuda"), profile("rtx3060"))
     plans = [make_plan(anatomy, asked, Settings(), approximate)]
     make = functools.partial(make_plan, anatomy)
     with pytest.raises(BudgetError):

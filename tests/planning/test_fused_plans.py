@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -37,7 +38,7 @@ def planned(
 ) -> Plan:
     monkeypatch.setattr(offers, "kernel_gains", lambda device: gains)
     monkeypatch.setattr(offers.triton, "why_not", lambda device: None)
-    anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), only=only))
+    anatomy = anatomy_of_components("diffusers", build_components(families.config("sd15"), only=only))
     request = Request(64, 64, 1, 4 * GIB, 4 * GIB, torch.device("cuda"), rates)
     return search.make_plan(anatomy, request, settings)
 
@@ -118,7 +119,7 @@ def test_what_is_installed_here_changes_no_plan_for_a_named_card(
     found = []
     for installed in (True, False):
         monkeypatch.setattr(offers.triton, "_is_installed", lambda installed=installed: installed)
-        anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), only=("unet",)))
+        anatomy = anatomy_of_components("diffusers", build_components(families.config("sd15"), only=("unet",)))
         request = Request(64, 64, 1, 4 * GIB, 4 * GIB, torch.device("cuda"), ELSEWHERE)
         plan = search.make_plan(anatomy, request, settings)
         found.append((plan.settings, plan.predicted))
@@ -167,7 +168,7 @@ def decoding(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], vram: int
     monkeypatch.setattr(offers, "kernel_gains", lambda device: gains)
     vae = build_components(architecture("sd15"), torch.float32, "meta", only=("vae",))
     rates = Rates(name, name, 1e11, 1e11, 1e10, 1e10, 1e-6, 16 * GIB, "a test's")
-    request = Request(512, 512, 1, vram, 8 * GIB, torch.device("cpu"), rates)
+    request = Request(256, 256, 1, vram, 8 * GIB, torch.device("cpu"), rates)
     return search.make_plan(anatomy_of_components("diffusers", vae), request, Settings())
 
 

@@ -6,8 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
+import families
 import pytest
-import tiny
 import torch
 from torch.nn.functional import adaptive_avg_pool2d
 from typer.testing import CliRunner
@@ -55,7 +55,7 @@ def test_previews_come_near_the_picture(demo):
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_every_schedulers_last_prediction_is_its_picture(scheduler, prediction):
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     pipe.scheduler.register_to_config(prediction_type=prediction)
     set_scheduler(pipe, scheduler)
     asked = {"num_inference_steps": 6, "output_type": "latent", "width": 64, "height": 64}
@@ -73,7 +73,7 @@ def test_every_schedulers_last_prediction_is_its_picture(scheduler, prediction):
 
 def test_another_models_map_is_fitted_once(monkeypatch, tmp_path):
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
-    vae = tiny.pipeline("sd15").vae
+    vae = families.plain("sd15").vae
     before = {name: tensor.clone() for name, tensor in vae.state_dict().items()}
     first = colours.colours_of(vae, lambda: "this one")
     assert all(torch.equal(tensor, before[name]) for name, tensor in vae.state_dict().items())

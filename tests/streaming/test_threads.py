@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -23,6 +24,7 @@ from sd_lowvram.memory.threads import Switch, place_of, turn
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.request import Request
 from sd_lowvram.planning.search import make_plan
+from sd_lowvram.session import anatomy_of
 from sd_lowvram.tracing import trace
 from sd_lowvram.units import GIB
 
@@ -72,7 +74,7 @@ def decode(pipe: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    return tiny.pipeline("sd15")
+    return families.plain("sd15")
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +188,7 @@ def test_a_plan_while_the_same_pipeline_samples(
 @pytest.mark.parametrize("backend", ["sdpa", "sliced"])
 def test_traces_beside_a_running_attention_hook(pipe: Any, backend: str) -> None:
     before = settled()
-    other = tiny.pipeline("sd15").vae
+    other = families.plain("sd15").vae
     latents, text = torch.randn(2, 4, 8, 8), torch.randn(2, 77, 32)
     peak = trace(other.decode, latents).peak_bytes
     with attached(pipe.unet, Settings(attention=backend, attention_mib=1), device="cpu") as attachment:
@@ -194,7 +196,7 @@ def test_traces_beside_a_running_attention_hook(pipe: Any, backend: str) -> None
         with beside(lambda: trace(other.decode, latents).peak_bytes) as given:
             for _ in range(8):
                 assert torch.equal(pipe.unet(latents, 3, text).sample, expected)
-        assert attachment.sites["attention"] == tiny.ATTENTIONS["sd15"]
+        assert attachment.sites["attention"] == len(anatomy_of(pipe.unet).attentions)
     assert given and all(one == peak for one in given), given
     assert settled() == before and F.scaled_dot_product_attention is BUILTIN_ATTENTION
 
