@@ -81,7 +81,7 @@ CONTENTS: dict[str, Callable[[Path], str | bytes]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(5)
 def test_damaged_files_are_as_if_they_were_not_there(model: Path, folder: Path) -> None:
     first = planned(model)
     files = sorted(folder.rglob("*.json"))
@@ -105,7 +105,7 @@ MADE: list[Callable[[Path], Any]] = [
 
 
 @posix
-@pytest.mark.slow(6)
+@pytest.mark.slow(14)
 def test_what_is_no_file_is_not_read(model: Path, folder: Path) -> None:
     """A pipe that nobody writes to, a link to zeros without end: in a process of its own, whose memory is counted."""
 

@@ -228,7 +228,6 @@ OUT_OF_SIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow(12)
 @pytest.mark.parametrize("compiled_first", [True, False], ids=["compiled first", "hooks first"])
 @pytest.mark.parametrize("knob", OUT_OF_SIGHT)
 def test_what_no_compiler_can_follow_runs_beside_torch_compile(knob: str, compiled_first: bool) -> None:

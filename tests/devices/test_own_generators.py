@@ -50,7 +50,7 @@ if importlib.util.find_spec("sd_lowvram.unets") is not None:
     )
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("action", ACTIONS)
 def test_no_generator_of_the_process_is_drawn_from(
     action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

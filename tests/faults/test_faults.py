@@ -66,7 +66,7 @@ ERRORS = [
 """Made when they are raised: an error that is raised again keeps the frames of each time."""
 
 
-@pytest.mark.slow(30)
+@pytest.mark.slow(13)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_twenty_faults_leave_nothing_behind() -> None:
     pipe: Any = load_pipeline(None, dtype=torch.float32)

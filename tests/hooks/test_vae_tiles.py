@@ -90,7 +90,6 @@ def collage() -> tuple[Any, Tensor, Tensor, Tensor]:
         return vae, pixels, moments, vae.decode(moments[:, :4]).sample
 
 
-@pytest.mark.slow(5)
 @pytest.mark.parametrize("kind", MAPS)
 def test_exact_on_real_pictures(kind: str) -> None:
     vae, pixels, moments, plain = collage()
@@ -207,7 +206,6 @@ def test_peak_of_held_and_recomputed_maps(size: int) -> None:
             assert recomputed.activation_peak_bytes <= share * held.activation_peak_bytes
 
 
-@pytest.mark.slow(6)
 @pytest.mark.parametrize("run", ["decode", "encode"])
 @pytest.mark.parametrize(("size", "strip"), [(256, None), (512, 4)])
 def test_where_a_cpu_computes_a_recomputed_map_takes_less_of_both_accounts(run: str, size: int, strip: Any) -> None:

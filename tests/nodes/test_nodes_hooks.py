@@ -89,7 +89,6 @@ def traces_of_us(module: torch.nn.Module) -> list[str]:
     ]
 
 
-@pytest.mark.slow(8)
 def test_the_same_picture_and_nothing_left(pack, model) -> None:
     plain = Guider(model, TEXT).sample(NOISE)
     mine, record = optimize(pack, model)
@@ -174,7 +173,6 @@ def test_below_what_fits_a_plan_does_less_not_more(pack, model, vae) -> None:
     assert "residual_strips" not in record.sites  # where skips are parked, they take nothing more off the peak
 
 
-@pytest.mark.slow(5)
 def test_another_size_is_planned_when_it_comes(pack, model) -> None:
     mine, record = optimize(pack, model)
     larger = torch.randn(1, 4, 16, 24, generator=torch.Generator().manual_seed(2))
@@ -184,7 +182,6 @@ def test_another_size_is_planned_when_it_comes(pack, model) -> None:
     assert (request.width, request.height, request.batch) == (192, 128, 1)
 
 
-@pytest.mark.slow(10)
 def test_a_card_that_is_full_after_all_gets_a_leaner_plan(pack, model, vae) -> None:
     mine, _, record = shown_and_given(pack, model, vae)[1]
     plain, first = Guider(model, TEXT).sample(NOISE), record.plans["denoise"]
@@ -204,7 +201,6 @@ def test_a_card_that_is_full_after_all_gets_a_leaner_plan(pack, model, vae) -> N
     assert not traces_of_us(_unet(model))
 
 
-@pytest.mark.slow(8)
 def test_prompts_that_do_not_fit_together_come_one_after_the_other(pack, model, vae) -> None:
     """Five rows where masks ask for them were planned as two, and all of them came."""
     plain = Guider(model, TEXT, positive=4).sample(NOISE)
@@ -365,7 +361,6 @@ def optimize_vae(pack: Any, vae: Any, **knobs: Any) -> Any:
 LATENTS = torch.randn(2, 4, 9, 13, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.slow(6)
 def test_the_stock_decode_and_encode_become_exact(pack, vae) -> None:
     before = dict(vars(vae))
     mine = optimize_vae(pack, vae, vae_tiles="exact", vae_map="parked")
@@ -378,7 +373,6 @@ def test_the_stock_decode_and_encode_become_exact(pack, vae) -> None:
     assert Bar.shown and Bar.shown[-1][0] == Bar.shown[-1][1]
 
 
-@pytest.mark.slow(6)
 def test_stock_tiled_nodes_run_exact_strips_instead(pack, model, vae) -> None:
     _, mine, record = shown_and_given(pack, model, vae, "1024GB")[1]
     pixels = vae.decode(LATENTS)

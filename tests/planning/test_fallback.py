@@ -143,6 +143,7 @@ def test_the_rungs_come_in_their_order_and_touch_nothing_of_later_ones(
         assert (after.predicted.reserved_bytes < before.predicted.reserved_bytes) == (step > 0)
 
 
+@pytest.mark.slow(15)
 def test_what_was_lossless_stays_so(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = on_a_card(pipe, monkeypatch, approximate=True)
     precisions = {plan.settings.precision for plan in plans}, {plan.settings.weight_storage for plan in plans}

@@ -74,7 +74,7 @@ small parts. Of every kind the plain run and the smallest one hold."""
 PLAIN = Settings.policy("diffusers-default")
 
 
-@pytest.mark.slow(5)
+@pytest.mark.slow(6)
 def test_a_run_keeps_its_picture_and_its_plan(case: Case) -> None:
     plenty = case.optimized(1 << 30, None if case.name in SEARCHED else PLAIN)
     case.check(plenty)

@@ -58,7 +58,6 @@ def test_plenty_leaves_the_model_resident(anatomy: Any) -> None:
     assert plan.fidelity.lossless
 
 
-@pytest.mark.slow(5)
 def test_more_memory_is_never_slower(anatomy: Any, least: int) -> None:
     most = make_plan(anatomy, request(GIB), Settings()).predicted.peak_bytes
     budgets = [least + (most - least) * step // 6 for step in range(7)]
@@ -72,7 +71,7 @@ def test_more_memory_is_never_slower(anatomy: Any, least: int) -> None:
         assert plan.minimum_peak_bytes == least
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(5)
 def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypatch: Any) -> None:
     """The search leaves out what cannot be faster; here all is priced."""
     monkeypatch.setattr(Pricing, "confirmed", lambda self, run, *most: run)
@@ -178,7 +177,7 @@ def test_what_the_next_larger_budget_buys(anatomy: Any, least: int) -> None:
     assert plenty.next_faster is None and not any(stage.why for stage in plenty.stages)
 
 
-@pytest.mark.slow(15)
+@pytest.mark.slow(5)
 def test_the_largest_allocation_is_bounded(anatomy: Any) -> None:
     """That the limit of a refusal is then enough: test_remedies.py."""
     free = make_plan(anatomy, request(GIB, 256), Settings())
@@ -256,7 +255,6 @@ def test_fixed_knobs_stay(anatomy: Any) -> None:
     assert plan.fidelity is Fidelity.APPROXIMATE
 
 
-@pytest.mark.slow(10)
 def test_larger_pictures_never_need_less(anatomy: Any) -> None:
     """Between neighbouring sizes the least peak may waver by a row of a strip; from step to step of a doubling not."""
     for fixed in (Settings(), Settings.smallest(), Settings(offload="none", vae_tiles="off")):
@@ -294,7 +292,6 @@ def test_weights_that_a_host_moves_in_parts_are_counted_as_it_keeps_them() -> No
         make_plan(anatomy, between, moved)
 
 
-@pytest.mark.slow(6)
 def test_guidance_and_batch_count(anatomy: Any) -> None:
     resident = Settings(offload="none", attention="sdpa")
     without = make_plan(anatomy, request(GIB, passes=1), resident)
@@ -413,7 +410,6 @@ def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> 
     assert make_plan(anatomy, request(GIB), Settings()) == first
 
 
-@pytest.mark.slow(7)
 def test_costs_are_those_of_a_model_and_a_size(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> None:
     config = families.config("sd15")
     config["unet"] |= {"block_out_channels": [32, 32]}

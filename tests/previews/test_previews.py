@@ -28,7 +28,6 @@ def demo():
     return pipe
 
 
-@pytest.mark.slow(8)
 def test_the_demos_map_is_what_fitting_it_gives(demo):
     shipped, fitted = colours.demo_colours(), colours.fit(demo.vae)
     assert torch.allclose(torch.tensor(shipped.rows), torch.tensor(fitted.rows), atol=2e-3)
@@ -36,7 +35,6 @@ def test_the_demos_map_is_what_fitting_it_gives(demo):
     assert fitted.explained > 0.8
 
 
-@pytest.mark.slow(5)
 def test_previews_come_near_the_picture(demo):
     """The last is nearer to it than a plain picture of its mean colour, and nearer than the first."""
     shown = []

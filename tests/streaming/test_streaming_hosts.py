@@ -25,7 +25,6 @@ STREAMED = {way: WAYS[way] for way in ("layer", "halves", "blocks")}
 CPU = torch.device("cpu")
 
 
-@pytest.mark.slow(7)
 @pytest.mark.parametrize("way", STREAMED)
 def test_lora_has_its_whole_effect(way: str) -> None:
     """Loaded before and after, scaled, unloaded, fused into the weights and taken out again: bit for bit."""
