@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .devices.support import device_of
-from .errors import BadInputError, ConflictError
+from .errors import BadInputError, ConflictError, UnsupportedModelError, ran_out
 from .hooks.precision import force_upcast
 from .memory.threads import pause_models
+from .models import dissect
 from .models.anatomy import Anatomy
 from .models.causal_autoencoder import FRAMES
 from .models.latents import has_frames, latent_channels, pixel_channels, scale_factor, unpack
+from .models.recorded import Rehearsal
+from .models.support import cannot_be_rehearsed
 from .patches import Patch, roles_of
 from .planning.fallback import Shortage, fallback, leaner, shortage
 from .planning.followed_calls import told_of_autograd
 from .planning.max_size import largest_plans
 from .planning.plan import FallbackStep, Plan
-from .planning.replan import exchanges, watch_sizes
+from .planning.replan import exchanges, watch_calls, watch_sizes
 from .planning.request import DEFAULT_STEPS, Request, RunOptions, request_for
 from .planning.search import make_plan
 from .progress import happened
 from .session import Attachment, anatomy_of, attach, attached, attachments, restore
 from .settings import Settings, stated
 from .streaming.host_weights import host_budget
+from .tracing.rehearsal import filled, rehearse
 from .units import parse_size
 
 Size = int | float | str
@@ -45,6 +49,7 @@ def plan(
     steps: int = DEFAULT_STEPS,
     pictures: int = 1,
     guided: bool = True,
+    call: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
     settings: Settings | None = None,
     approximate: bool = False,
@@ -62,8 +67,8 @@ def plan(
     """
     fixed = stated(settings)
     run: RunOptions = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
-    request = _request(target, fixed, vram, ram, device, run, guided)
-    return make_plan(anatomy_of(target, fixed), request, fixed, _whether(approximate))
+    request = _request(target, fixed, vram, ram, device, run, guided, call)
+    return make_plan(anatomy_of(target, fixed, request.rehearsal), request, fixed, _whether(approximate))
 
 
 def optimize(
@@ -77,6 +82,7 @@ def optimize(
     steps: int = DEFAULT_STEPS,
     pictures: int = 1,
     guided: bool = True,
+    call: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
     settings: Settings | None = None,
     approximate: bool = False,
@@ -91,7 +97,8 @@ def optimize(
 
     Args:
         target: a diffusers pipeline of SD1.x, SD2.x, SDXL, SD3, FLUX.1, FLUX.2 Klein, Z-Image, Chroma, Qwen-Image or
-            Krea 2, or its denoiser, vae or text encoder. Any other pipeline or module if ``settings`` fix ``offload``:
+            Krea 2, or its denoiser, vae or text encoder. Any other pipeline is planned by its
+            own call, which is rehearsed on fake tensors (``call``). Any other module if ``settings`` fix ``offload``:
             its weights are placed and counted, and its calls are not planned.
         vram: budget on the device: "4GB", "3.5 GiB", 4096 (MiB). None: what is free now.
         ram: budget in host memory, for weights and activations that are not on the device. None: what is free now.
@@ -102,6 +109,8 @@ def optimize(
         pictures: number of pictures in all; compiling the model pays only for many.
         guided: False for a call without guidance, such as Z-Image-Turbo's with ``guidance_scale=0``; its step is
             planned for half the rows or calls.
+        call: arguments with which the pipeline will be called, next to size, number and steps: ``{"prompt_embeds":
+            embeds}``, ``{"num_frames": 81}``. They are needed for what its signature requires.
         device: device that computes. None: a GPU if there is one, else the CPU.
         settings: knobs that are fixed; the rest is chosen.
         approximate: True to allow settings that change the picture.
@@ -118,7 +127,7 @@ def optimize(
     """
     fixed = stated(settings)
     run: RunOptions = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
-    request = _request(target, fixed, vram, ram, device, run, guided)
+    request = _request(target, fixed, vram, ram, device, run, guided, call)
     return attach_plan_for(target, request, fixed, _whether(approximate))
 
 
@@ -146,7 +155,7 @@ def attach_plan_for(
     Raises:
         BudgetError: nothing fits; the earlier attachment stays.
     """
-    chosen = make_plan(anatomy_of(target, settings), request, settings, approximate, least)
+    chosen = make_plan(anatomy_of(target, settings, request.rehearsal), request, settings, approximate, least)
     return attach_plan(target, chosen.after(fallback_steps), settings, approximate)
 
 
@@ -180,7 +189,7 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
 
     def go_leaner(short: Shortage) -> Plan:
         now = _plan_of(target)
-        plan = _leaner(anatomy_of(target, now.settings), now, short, settings)
+        plan = _leaner(anatomy_of(target, now.settings, now.request.rehearsal), now, short, settings)
         if plan.request is now.request:  # as before
             attachments(target)[-1].plan = plan
             return plan
@@ -189,7 +198,10 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
     def watches(anatomy: Anatomy, request: Request) -> Iterator[Patch]:
         """Guards of every call, innermost first."""
         yield from fallback(anatomy, go_leaner)
-        yield from watch_sizes(anatomy, request, larger)
+        if request.rehearsal is None:
+            yield from watch_sizes(anatomy, request, larger)
+        else:
+            yield from watch_calls(anatomy, request.rehearsal, lambda record: replan(rehearsal=record))
         yield from exchanges(target, anatomy, exchanged)
         yield from told_of_autograd(anatomy)
 
@@ -201,7 +213,7 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
                 return chosen
             except (RuntimeError, MemoryError) as error:
                 short = shortage(error, "the move of the weights")
-            chosen = _leaner(anatomy_of(target, chosen.settings), chosen, short, settings)
+            chosen = _leaner(anatomy_of(target, chosen.settings, chosen.request.rehearsal), chosen, short, settings)
 
     return put_on(chosen)
 
@@ -210,10 +222,11 @@ def _put_on(target: Any, chosen: Plan, watches: Callable[[Anatomy, Request], Ite
     """Attach ``chosen`` in place of what is attached to ``target``, and outside it what ``watches`` over its calls."""
     parked = max(stage.parked_bytes for stage in chosen.stages)
     device = chosen.request.device
-    coming = Attachment(anatomy_of(target, chosen.settings), chosen.settings, device)
+    rehearsal = chosen.request.rehearsal
+    coming = Attachment(anatomy_of(target, chosen.settings, rehearsal), chosen.settings, device)
     with pause_models(coming.modules(), coming.places), host_budget(chosen.request.ram, parked):
         restore(target)
-        attachment = attach(target, chosen.settings, device, chosen.timing)
+        attachment = attach(target, chosen.settings, device, chosen.timing, rehearsal)
         attachment.plan = chosen
         attachment.add(watches(attachment.anatomy, chosen.request))
 
@@ -390,16 +403,50 @@ def _request(
     device: torch.device | str | None,
     run: RunOptions,
     guided: bool = True,
+    call: Mapping[str, Any] | None = None,
 ) -> Request:
     """The request of a call of ours; what is not stated is as the target itself runs."""
+    rehearsal = _rehearsal(target, settings, run, _whether(guided, "guided"), call)
     asked: RunOptions = {
         **run,
         "vram": None if vram is None else parse_size(vram, "vram"),
         "ram": None if ram is None else parse_size(ram, "ram"),
         "device": device_of(device),
     }
-    request = request_for(anatomy_of(target, settings), **asked)
-    return request if _whether(guided, "guided") else dataclasses.replace(request, passes=1, calls=1)
+    request = request_for(anatomy_of(target, settings, rehearsal), **asked)
+    return request if guided else dataclasses.replace(request, passes=1, calls=1)
+
+
+def _rehearsal(
+    target: Any, settings: Settings | None, run: RunOptions, guided: bool, call: Mapping[str, Any] | None
+) -> Rehearsal | None:
+    """The record of the pipeline's own call, if the user says the call or no family is known.
+
+    Returns:
+        The record; None: the target is planned by its family, or not at all.
+
+    Raises:
+        BadInputError: the stated call cannot be rehearsed.
+        UnsupportedModelError: no family is known, and the pipeline cannot be called with size and steps alone.
+    """
+    if call is None:
+        try:
+            if dissect(target) is not None:
+                return None
+        except UnsupportedModelError:
+            pass
+    if isinstance(target, nn.Module) or not isinstance(getattr(target, "components", None), dict):
+        if call is None:
+            return None
+        raise BadInputError(f"call= says how a pipeline is called, and {type(target).__name__} is none: leave it out")
+    size = run.get("width"), run.get("height"), run.get("batch", 1), run.get("steps", DEFAULT_STEPS)
+    try:
+        record = rehearse(target, **filled(target, call or {}, *size, guided))
+    except Exception as error:
+        if ran_out(error) or call is None:
+            return None  # the refusal of the family says what is possible
+        raise cannot_be_rehearsed(target, call, error) from error
+    return record if record.rows else None
 
 
 def _whether(value: bool, name: str = "approximate") -> bool:

@@ -25,8 +25,9 @@ from .hooks.registry import active_hooks, applicable
 from .memory.pinned_buffers import PINNED_BUFFERS
 from .memory.segments import begin_stage
 from .memory.threads import Place, all_places, carries, pause_models, place_of, turn
-from .models import dissect, dissect_any
+from .models import dissect, dissect_any, dissect_rehearsed
 from .models.anatomy import Anatomy
+from .models.recorded import Rehearsal
 from .models.support import run_pipeline_on, unsupported_error
 from .patches import RECORD, Change, Patch, carries_hooks, refuse_conflicts, set_patch, wrap
 from .settings import Settings, stated
@@ -171,12 +172,13 @@ class Attachment:
         raise carries_hooks("copied")
 
 
-def anatomy_of(target: Any, settings: Settings | None = None) -> Anatomy:
+def anatomy_of(target: Any, settings: Settings | None = None, rehearsal: Rehearsal | None = None) -> Anatomy:
     """Return the anatomy of ``target``: its family, components and sites.
 
     Args:
         target: a pipeline, a host's shell of one, or a model by itself.
         settings: if they decide ``offload``, any pipeline or module is accepted.
+        rehearsal: record of the pipeline's own call; with one, any pipeline is accepted.
 
     Returns:
         The anatomy; of an unknown family, only the components with their weights.
@@ -184,6 +186,8 @@ def anatomy_of(target: Any, settings: Settings | None = None) -> Anatomy:
     Raises:
         UnsupportedModelError: ``target`` is of an unknown family, or a part of it cannot be planned.
     """
+    if rehearsal is not None:
+        return dissect_rehearsed(target, rehearsal)
     placed = settings is not None and settings.offload is not None
     anatomy = dissect_any(target) if placed else dissect(target)
     if anatomy is None:
@@ -191,7 +195,13 @@ def anatomy_of(target: Any, settings: Settings | None = None) -> Anatomy:
     return anatomy
 
 
-def attach(target: Any, settings: Settings, device: torch.device, timing: StepTiming | None = None) -> Attachment:
+def attach(
+    target: Any,
+    settings: Settings,
+    device: torch.device,
+    timing: StepTiming | None = None,
+    rehearsal: Rehearsal | None = None,
+) -> Attachment:
     """Attach the hooks that ``settings`` request to ``target``, outside any that are attached already.
 
     Args:
@@ -199,6 +209,7 @@ def attach(target: Any, settings: Settings, device: torch.device, timing: StepTi
         settings: undecided knobs leave the model as it is.
         device: device that computes.
         timing: times of a step's modules, from the plan; they decide which weights stay on the device.
+        rehearsal: as for :func:`anatomy_of`.
 
     Returns:
         The attachment, for :func:`detach`.
@@ -206,7 +217,7 @@ def attach(target: Any, settings: Settings, device: torch.device, timing: StepTi
     Raises:
         UnsupportedModelError, NoSiteError, ConflictError: as :func:`attached`; nothing is attached then.
     """
-    attachment = Attachment(anatomy_of(target, settings), settings, device, timing)
+    attachment = Attachment(anatomy_of(target, settings, rehearsal), settings, device, timing)
     with pause_models(attachment.modules(), attachment.places):
         _put_on(target, attachment)
     return attachment

@@ -112,8 +112,9 @@ def _stream(
     alone = settings.offload == "component"
     groups = [{name: part} for name, part in components.items()] if alone else step_groups(anatomy, components)
     for group in groups:
-        denoises = anatomy.denoiser in group
-        stream = Stream(group, device, policy_of(settings, denoises, timing), turns, repeats=denoises)
+        denoises = any(name in group for names in anatomy.steps for name in names)
+        own = timing.of(group) if timing is not None and len(anatomy.steps) > 1 else timing
+        stream = Stream(group, device, policy_of(settings, denoises, own), turns, repeats=denoises)
         yield Change(stream.offload, hook="offload")
         yield from stream.patches()
         for name in group:
@@ -127,11 +128,9 @@ def step_groups(anatomy: Anatomy, components: Mapping[str, nn.Module]) -> list[d
         anatomy: of the target.
         components: those of its models to group, by name.
     """
-    steps = {
-        name: part for name, part in components.items() if name.startswith("controlnet") or name == anatomy.denoiser
-    }
-    remaining = [{name: part} for name, part in components.items() if name not in steps]
-    return [steps, *remaining] if anatomy.denoiser in steps else [{name: part} for name, part in components.items()]
+    groups = ([name for name in group if name in components] for group in anatomy.steps)
+    steps = [{name: components[name] for name in group} for group in groups if group]
+    return [*steps, *({name: part} for name, part in components.items() if not any(name in group for group in steps))]
 
 
 def policy_of(settings: Settings, denoises: bool, timing: StepTiming | None = None) -> ResidencyPolicy:

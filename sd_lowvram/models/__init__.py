@@ -14,6 +14,7 @@ from ..errors import UnsupportedModelError
 from . import chroma, compvis, diffusers, flux, flux2, krea2, qwen_image, sd3, unknown, z_image
 from .anatomy import Anatomy, Family, has, sites
 from .latents import check_latents
+from .recorded import Rehearsal
 
 _FAMILIES: dict[str, Family] = {
     "flux": flux.FAMILY,
@@ -61,6 +62,27 @@ def dissect_any(target: Any) -> Anatomy | None:
             return anatomy
     components = unknown.components_of(target)
     return anatomy_of_components(unknown.family_of(target), components) if components else None
+
+
+def dissect_rehearsed(target: Any, record: Rehearsal) -> Anatomy:
+    """Return the anatomy of a pipeline whose own call was rehearsed, whatever its family.
+
+    Args:
+        target: the pipeline.
+        record: the calls that it makes of its models.
+
+    Raises:
+        ConflictError: diffusers casts the weights of a part layer by layer.
+    """
+    with contextlib.suppress(UnsupportedModelError):
+        if (anatomy := dissect(target)) is not None:
+            return dataclasses.replace(anatomy, rehearsal=record)
+    order = [row.component for row in record.calls]
+    parts = unknown.components_of(target)
+    last = {name: number for number, name in enumerate(order)}
+    parts = {name: parts[name] for name in sorted(parts, key=lambda name: last.get(name, -1))}
+    family = dataclasses.replace(unknown.family_of(target), denoiser=record.denoiser)
+    return dataclasses.replace(anatomy_of_components(family, parts), rehearsal=record)
 
 
 def anatomy_of_components(family: Family | str, components: dict[str, nn.Module]) -> Anatomy:

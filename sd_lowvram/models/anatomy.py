@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .calls import LatentsInCall, Predict, Shape, Stage, StepInputs, map_in_call
 from .interfaces import MapAttention
 from .joint import JointBlock
+from .recorded import Rehearsal
 
 HOST = "host"
 """Key of configurations for facts on the host's own code of a model, on which traces depend."""
@@ -202,6 +203,7 @@ class Anatomy:
         moved: True if the host moves components itself when they run, and has no other copy of their weights.
         kept: bytes of a component's weights that stay on the device while it runs, in hosts that move them in parts.
         processors: attention processors that the target sets on its denoiser during a run, by path.
+        rehearsal: the calls that the target makes, if its own call was rehearsed; they are planned then.
     """
 
     family: Family
@@ -224,6 +226,16 @@ class Anatomy:
     moved: bool = False
     kept: Mapping[str, int] = field(default_factory=dict)
     processors: Mapping[str, Any] = field(default_factory=dict)
+    rehearsal: Rehearsal | None = None
+
+    @property
+    def steps(self) -> tuple[tuple[str, ...], ...]:
+        """Models that run in every step, in groups that take turns within a step."""
+        if self.rehearsal is not None:
+            return self.rehearsal.steps
+        if self.denoiser not in self.components:
+            return ()
+        return (tuple(name for name in self.components if name.startswith("controlnet") or name == self.denoiser),)
 
     @property
     def denoiser_module(self) -> nn.Module | None:

@@ -51,6 +51,8 @@ class Stage:
         run: the call, with modules and inputs of the fake model.
         inputs: function that makes empty tensors for it.
         repeats: True if it runs once a step, False for once a picture.
+        times: how often a run has it; 0: as often as ``repeats`` says.
+        facts: what a trace of it depends on in addition to the tensors of ``inputs``.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Stage:
     run: Callable[..., Any]
     inputs: Callable[[], tuple[Any, ...]]
     repeats: bool = False
+    times: int = 0
+    facts: Any = None
 
 
 class StepInputs(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConflictError, UnsupportedModelError
+from ..errors import BadInputError, ConflictError, UnsupportedModelError
 from .anatomy import has
 
 Served = Mapping[str, Callable[[Any], bool]]
@@ -162,13 +162,33 @@ def unsupported_error(
     remedy = f"What works of it: {can}" if can else f"Autoencoders of {AUTOENCODERS} are planned"
     return UnsupportedModelError(
         f"{of} {why}{shown}, which sd-lowvram does not plan. {remedy}; whole pipelines of {WHOLE}. Of any other the "
-        "weights are streamed, and no more is planned, by settings=Settings(offload='layer')",
+        "weights are streamed, and no more is planned, by settings=Settings(offload='layer'); a pipeline is planned "
+        "by its own call, call={'prompt_embeds': embeds} for example",
         owner=of,
         part=part,
         kind=kind,
         why=why,
         works=works,
     )
+
+
+def cannot_be_rehearsed(target: Any, call: Mapping[str, Any], error: Exception) -> BadInputError:
+    """Return the error that a pipeline's call cannot be planned from its own code.
+
+    Args:
+        target: the pipeline.
+        call: what the user says of the call.
+        error: what the call raised.
+    """
+    kind, said = type(target).__name__, ", ".join(sorted(call)) or "no arguments"
+    if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        return UnsupportedModelError(
+            f"a model of {kind} reads values of its inputs ({error}), so its calls cannot be known before it runs: its "
+            "weights are streamed, and no more is planned, by settings=Settings(offload='layer') without call=",
+            owner=kind,
+        )
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    return BadInputError(f"{kind} cannot be called with call= of {said} ({message:.300}): state what its call requires")
 
 
 def _refusal(part: str, module: Any, alone: bool) -> str:

@@ -387,7 +387,7 @@ class Pricing:
         """Rounding waste: each ControlNet or adapter residual stays from step to step and may pin a
         segment of its own.
         """
-        if not self.on_gpu or self.anatomy.denoiser is None:
+        if not self.on_gpu or self.anatomy.denoiser is None or not self.anatomy.family.known:
             return 0
         with torch.device("meta"):
             step = self.anatomy.family.step_inputs(self.anatomy, self.request.shape)
@@ -540,7 +540,8 @@ class Pricing:
             layer = self.request.pace.layer
             layer = LAYER_LAUNCHES if layer is None else layer
             timing = timing_of(stage.component, model, cost.spans, self.request.rates, size, copies, layer)
-            alone = CONTROL not in self.anatomy.components  # a ControlNet shares the ring, and has maps of its own
+            # a ControlNet shares the ring, and has maps of its own
+            alone = CONTROL not in self.anatomy.components and all(len(group) == 1 for group in self.anatomy.steps)
             maps = tuple(span.held_bytes for span in cost.spans) if alone else ()
             self._timings[key] = dataclasses.replace(timing, maps=maps)
         return self._timings[key]
@@ -590,6 +591,8 @@ class Pricing:
 
     def _times(self, stage: Stage) -> int:
         """Number of times that a stage runs in a run."""
+        if stage.times:
+            return stage.times
         return self.request.steps * self.request.calls if stage.repeats else 1
 
     def _copies(self, stage: Stage, settings: Settings, on_host: HostResidentWeights) -> CopyQueue:

@@ -236,9 +236,10 @@ class Plan:
         """Plain values for JSON; the keys are those of the command line's ``plan --json``."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del plain["timing"], plain["alike"]
-        request = {**dataclasses.asdict(self.request), "device": str(self.request.device)}
+        asked = dataclasses.replace(self.request, rehearsal=None)
+        request = {**dataclasses.asdict(asked), "device": str(self.request.device)}
         request["guidance"] = self.request.passes * self.request.calls > 1
-        del request["pace"]
+        del request["pace"], request["rehearsal"]
         return plain | {
             "settings": self.settings.as_dict(),
             "request": request | {"rates": self.request.rates.name},

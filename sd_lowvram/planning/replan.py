@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..compat.private import FakeTensor
+import torch
+from torch import Tensor
+
+from ..compat.private import FakeTensor, tree_flatten
 from ..memory.accounts import tracing
 from ..models.anatomy import Anatomy
 from ..models.calls import LatentsInCall, map_in_call
 from ..models.causal_autoencoder import FRAMES
+from ..models.recorded import Rehearsal, row_of
 from ..patches import Patch, wrap
 from .request import Request
 from .stages import scale_factor
@@ -46,6 +50,45 @@ def watch_sizes(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[
                 1 + anatomy.joined if denoises else 1, latents, replan, conditions, conditions(component),
             )  # fmt: skip
             yield wrap(component, entry, watch, "size watch")
+
+
+def watch_calls(anatomy: Anatomy, record: Rehearsal, replan: Callable[[Rehearsal], None]) -> Iterator[Patch]:
+    """Yield patches that call ``replan(record)`` before a call with more bytes than any that was rehearsed.
+
+    Args:
+        anatomy: parts of the target, all of which are watched.
+        record: what was planned for.
+        replan: plans and attaches anew, for a record with the larger call.
+    """
+    for name, component in anatomy.components.items():
+        for entry in anatomy.entries[name]:
+            alike = (row for row in record.rows if (row.component, row.path, row.method) == (name, "", entry))
+            most = max((row.given_bytes for row in alike), default=-1)
+            yield wrap(component, entry, _CallWatch(name, component, entry, record, most, replan), "size watch")
+
+
+@dataclass(frozen=True)
+class _CallWatch:
+    """Looks at the calls of a model, of which ``most`` bytes of tensors among the arguments were planned."""
+
+    name: str
+    component: Any
+    entry: str
+    record: Rehearsal
+    most: int
+    replan: Callable[[Rehearsal], None]
+    seen: set[tuple[torch.Size, ...]] = field(default_factory=set)
+
+    def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        shapes = tuple(tensor.shape for tensor in tensors)
+        if shapes in self.seen or tracing():
+            return original(*args, **kwargs)
+        if sum(tensor.nbytes for tensor in tensors) > self.most:
+            self.replan(self.record.with_larger(row_of(self.name, "", self.entry, None, args, kwargs)))
+            return getattr(self.component, self.entry)(*args, **kwargs)
+        self.seen.add(shapes)
+        return original(*args, **kwargs)
 
 
 def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object]) -> Iterator[Patch]:

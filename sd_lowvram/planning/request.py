@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -17,6 +17,7 @@ from ..errors import BadInputError
 from ..kernels.attention.problem import PlannedGpu
 from ..memory.pinned import unlock_ended
 from ..models.anatomy import Anatomy
+from ..models.recorded import Rehearsal
 from ..policies.named import OURS, Pace
 from ..streaming.host_weights import mapped_bytes
 from ..weights import all_tensors
@@ -41,6 +42,7 @@ class Request:
         frames: frames of latents that the autoencoder decodes together; 1 for a picture.
         disk: bytes a second of the disk under the weights' files; None: measured here if it is needed.
         pace: of the program that runs it.
+        rehearsal: the calls of the pipeline, if its own call was rehearsed.
     """
 
     width: int
@@ -58,6 +60,7 @@ class Request:
     frames: int = 1
     disk: float | None = None
     pace: Pace = OURS
+    rehearsal: Rehearsal | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> Shape:
@@ -151,9 +154,12 @@ def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
         value = options.get(name)
         return otherwise() if value is None else value
 
-    width, height = (stated(name, lambda: native_size(anatomy)) for name in ("width", "height"))
+    made = anatomy.rehearsal.size if anatomy.rehearsal is not None else None
+    width = stated("width", lambda: made[1] if made else native_size(anatomy))
+    height = stated("height", lambda: made[0] if made else native_size(anatomy))
     batch, pictures, steps = options.get("batch", 1), options.get("pictures", 1), options.get("steps", DEFAULT_STEPS)
-    check_size(width, height, batch, scale_factor(anatomy) * anatomy.family.latent_multiple)
+    rehearsal = anatomy.rehearsal  # it was refused by the pipeline itself, if the size is none of its
+    check_size(width, height, batch, 1 if rehearsal else scale_factor(anatomy) * anatomy.family.latent_multiple)
     check_count("steps", steps)
     check_count("pictures", pictures)
     where = torch.device(stated("device", default_device))
@@ -171,6 +177,7 @@ def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
         encodes=stated("encodes", lambda: anatomy.encodes),
         pictures=max(pictures, batch),
         calls=anatomy.calls,
+        rehearsal=rehearsal,
         frames=options.get("frames", 1),
         disk=options.get("disk"),
         pace=options.get("pace", OURS),

@@ -368,8 +368,14 @@ class PlanSearch:
             return [base]
         weights = self.pricing.costs.weights(denoiser, base)
         sizes = {-(-weights.bytes * share // (_SHARES[-1] * MIB)) for share in _SHARES[:-1]}
-        least = -(-weights.room_bytes // MIB)
+        rooms = (sum(self.pricing.costs.weights(name, base).room_bytes for name in group) for group in self._steps)
+        least = -(-max(weights.room_bytes, *rooms) // MIB)
         return [base.filled(**{mib_knob: size}) for size in sorted({least, *sizes}) if size >= least]
+
+    @property
+    def _steps(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of models that share a buffer in every step, if the run was rehearsed."""
+        return self.pricing.anatomy.steps if self.pricing.anatomy.rehearsal is not None else ((),)
 
     def _option(self, base: Settings, group: Group, choice: Choice) -> Candidate:
         settings = base.filled(**choice)
@@ -404,14 +410,17 @@ class PlanSearch:
 
     def unknown(self, best: Candidate) -> Iterator[Reason]:
         """The reason on models whose call signature is unknown: only weights are counted."""
-        if not self.pricing.anatomy.family.known:
+        if not self.pricing.anatomy.family.known and self.pricing.anatomy.rehearsal is None:
             yield not_planned(self.pricing.weights_bytes(best.settings), best.settings)
 
     def timing(self, best: Candidate) -> StepTiming | None:
         """Times of a step's modules, if weights are streamed."""
         steps = [stage for stage in self.pricing.costs.stages if stage.repeats]
-        streamed = Act.STREAMS_WEIGHTS in acts(best.settings)
-        return self.pricing.timing(steps[0], best.settings) if streamed and steps else None
+        if Act.STREAMS_WEIGHTS not in acts(best.settings) or not steps:
+            return None
+        timings = [self.pricing.timing(stage, best.settings) for stage in steps]
+        rehearsed = self.pricing.anatomy.rehearsal is not None
+        return functools.reduce(StepTiming.followed_by, timings) if rehearsed else timings[0]
 
 
 def _choice(run: Candidate, group: Group) -> Choice:

@@ -352,7 +352,8 @@ class StageCosts:
             shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
             processors = self._anatomy.processors if stage.component == self._anatomy.denoiser else {}
             kinds = tuple((path, type(processor).__qualname__) for path, processor in processors.items())
-            calls[stage.name, stage.component] = stage.name, shapes, kinds
+            facts = () if stage.facts is None else (stage.facts,)
+            calls[stage.name, stage.component] = stage.name, shapes, kinds, *facts
         return calls
 
     def _once(self, kind: Callable[..., _Kind], component: str, facts: Any, count: Callable[[], _Kind]) -> _Kind:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..models.anatomy import Anatomy
-from ..models.calls import CONTROL, TEXT_STAGE, Shape, Stage, StepInputs, denoise_step
+from ..models.calls import CONTROL, CONTROL_STAGE, TEXT_STAGE, Shape, Stage, StepInputs, denoise_step
 from ..models.latents import dtype_of, latent_shape, latent_size, native_size, pixel_shape, scale_factor
+from ..models.recorded import Rehearsal, Row
 
 __all__ = ["CONTROL", "Shape", "Stage", "latent_size", "native_size", "scale_factor", "stages"]
 
@@ -27,6 +28,8 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
     Returns:
         The stages: text encoders, encode, denoise, decode, as far as the target has them.
     """
+    if anatomy.rehearsal is not None:
+        return _rehearsed(anatomy, anatomy.rehearsal)
     helpers = anatomy.family.helper_stages(anatomy, shape)
     if anatomy.denoiser is not None and anatomy.family.known:
         step = functools.partial(denoise_step, predict=anatomy.family.predict)
@@ -42,6 +45,48 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
     if name is not None and encodes:
         helpers.insert(0, Stage("encode", name, anatomy.family.encode, _of_one(anatomy, name, pixels)))
     return helpers
+
+
+def _rehearsed(anatomy: Anatomy, record: Rehearsal) -> list[Stage]:
+    """The recorded calls of each model, one after the other; calls of an autoencoder's two methods are two stages."""
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for row in record.calls:
+        name = _recorded_name(anatomy, row)
+        if row not in rows.setdefault((name, row.component), []):
+            rows[name, row.component].append(row)
+    repeated = {name for group in record.steps for name in group}
+    stages = []
+    for (name, component), alike in rows.items():
+        run = functools.partial(_call_all, alike, functools.partial(dtype_of, anatomy, component))
+        inputs = functools.partial(tuple[nn.Module], (anatomy.components[component],))
+        facts = tuple((row.key, row.held, row.after_bytes) for row in alike)
+        stages.append(Stage(name, component, run, inputs, component in repeated, record.times(alike), facts))
+    return stages
+
+
+def _recorded_name(anatomy: Anatomy, row: Row) -> str:
+    if row.component == CONTROL:
+        return CONTROL_STAGE
+    if anatomy.rehearsal is not None and any(row.component in group for group in anatomy.rehearsal.steps):
+        return "denoise"
+    if row.method in ("encode", "decode"):
+        return row.method
+    return TEXT_STAGE if row.component.startswith("text_encoder") else row.component
+
+
+def _call_all(rows: list[Row], dtype: Callable[[], torch.dtype], module: nn.Module) -> None:
+    for row in rows:
+        _call(row, dtype(), module)
+
+
+def _call(row: Row, dtype: torch.dtype, module: nn.Module) -> None:
+    """Make a recorded call, then hold as much as the pipeline does from there to its next call."""
+    args, kwargs, held = row.empties(dtype)
+    result = getattr(module.get_submodule(row.path), row.method)(*args, **kwargs)
+    del args, kwargs
+    more = row.after_bytes - row.held_bytes - row.output_bytes
+    further = torch.empty(max(0, more), dtype=torch.uint8)
+    del result, held, further
 
 
 def _unknown(anatomy: Anatomy, name: str) -> Stage:

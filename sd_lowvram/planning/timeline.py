@@ -39,7 +39,9 @@ def timelines_of(target: Any, plan: Plan) -> tuple[StageTimeline, ...]:
     Returns:
         One timeline for each stage on the device.
     """
-    pricing = Pricing(target if isinstance(target, Anatomy) else anatomy_of(target, plan.settings), plan.request)
+    known = isinstance(target, Anatomy)
+    anatomy = target if known else anatomy_of(target, plan.settings, plan.request.rehearsal)
+    pricing = Pricing(anatomy, plan.request)
     planned = {(stage.name, stage.component): stage for stage in plan.stages}
     timelines = []
     for stage in pricing.costs.stages:

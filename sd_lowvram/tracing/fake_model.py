@@ -41,13 +41,13 @@ def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
         The copies, with their own sites. Weights that modules share stay shared.
     """
     tensors = all_tensors(*anatomy.components.values())
-    fakes = {id(tensor): fake_of(_undo_cast(tensor), mode) for tensor in tensors}
+    fakes = {id(tensor): fake_of(undo_cast(tensor), mode) for tensor in tensors}
     copies = copies_of(anatomy.components, fakes, anatomy.family.left_out)
     copied = anatomy_of_components(anatomy.family, copies)
     for path, processor in anatomy.processors.items():
         copied.components[copied.denoiser or ""].get_submodule(path).processor = processor
-    called = {name: getattr(anatomy, name) for name in ("computes", "passes", "calls", "joined", "encodes")}
-    return dataclasses.replace(copied, **called)
+    called = ("computes", "passes", "calls", "joined", "encodes", "rehearsal")
+    return dataclasses.replace(copied, **{name: getattr(anatomy, name) for name in called})
 
 
 def fingerprint(component: nn.Module, host: Mapping[str, Any] | None = None) -> str:
@@ -156,7 +156,8 @@ class FakeModel:
 
     def _part(self, name: str) -> Anatomy:
         if name not in self._parts:
-            self._parts[name] = anatomy_of_components(self.anatomy.family, {name: self.anatomy.components[name]})
+            part = anatomy_of_components(self.anatomy.family, {name: self.anatomy.components[name]})
+            self._parts[name] = dataclasses.replace(part, rehearsal=self.anatomy.rehearsal)
         return self._parts[name]
 
     def layers(self, components: Mapping[str, nn.Module], settings: Settings) -> list[Layer]:
@@ -173,7 +174,7 @@ class FakeModel:
         return self._equals[name]
 
 
-def _undo_cast(tensor: Tensor) -> Tensor:
+def undo_cast(tensor: Tensor) -> Tensor:
     """``tensor``, or where a hook has changed its type, one without contents of the type that it had."""
     dtype = loaded_dtype(tensor)
     if dtype == tensor.dtype:

@@ -1,0 +1,197 @@
+"""The record of a pipeline's own call: which of its models are called, with what, how often, in which order."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.private import tree_flatten, tree_map
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor of a recorded call: its shape and type, without contents."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def given(tree: Any) -> Any:
+    """Return ``tree`` with a :class:`Given` in place of each tensor."""
+    return tree_map(lambda leaf: Given(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _shown(leaf: Any) -> Any:
+    """A leaf of a call's arguments as calls are compared by it: numbers with a fraction, such as times, are equal."""
+    if leaf is None or isinstance(leaf, (bool, int, str, Given, torch.dtype)):
+        return leaf
+    return type(leaf).__qualname__
+
+
+@dataclass(frozen=True)
+class Row:
+    """Calls of one model that are equal up to values.
+
+    Attributes:
+        component: name of the model.
+        path: of the module in it that the pipeline calls; empty for the model itself.
+        method: name of the method.
+        dtype: type of the model's weights during the call.
+        args, kwargs: arguments, with a :class:`Given` for each tensor.
+        facts: everything of the arguments that matters to a trace.
+        output_bytes: bytes of the result.
+        size: height and width of the result, if it is a map.
+        held: tensors that the pipeline holds besides during the call; of several calls the most.
+        after_bytes: the most bytes that the pipeline holds from the call's end to the next call.
+    """
+
+    component: str
+    path: str
+    method: str
+    dtype: torch.dtype | None
+    args: tuple[Any, ...] = field(compare=False, repr=False)
+    kwargs: dict[str, Any] = field(compare=False, repr=False)
+    facts: tuple[Any, ...]
+    output_bytes: int = field(compare=False)
+    size: tuple[int, ...] = field(compare=False)
+    held: tuple[Given, ...] = field(default=(), compare=False)
+    after_bytes: int = field(default=0, compare=False)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Key by which calls are equal."""
+        return self.component, self.path, self.method, self.dtype, self.facts
+
+    @property
+    def given_bytes(self) -> int:
+        """Bytes of the tensors among the arguments."""
+        return given_bytes((self.args, self.kwargs))
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.held)
+
+    def empties(self, dtype: torch.dtype) -> tuple[Any, Any, list[Tensor]]:
+        """Empty tensors for a call: arguments, arguments by name, and what the pipeline holds besides.
+
+        Args:
+            dtype: type in which the model computes now; arguments of the type of its recorded weights get it.
+        """
+
+        def empty(leaf: Any) -> Any:
+            if not isinstance(leaf, Given):
+                return leaf
+            return torch.empty(leaf.shape, dtype=dtype if leaf.dtype == self.dtype else leaf.dtype)
+
+        args, kwargs = tree_map(empty, (self.args, self.kwargs))
+        return args, kwargs, [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in self.held]
+
+
+def given_bytes(tree: Any) -> int:
+    """Bytes of the tensors, or of the :class:`Given`, in ``tree``."""
+    leaves = tree_flatten(tree)[0]
+    tensors = (leaf.nbytes if isinstance(leaf, Tensor) else leaf.bytes for leaf in leaves if isinstance(leaf, _SIZED))
+    return sum(tensors)
+
+
+_SIZED = (Tensor, Given)
+
+
+def row_of(component: str, path: str, method: str, dtype: torch.dtype | None, args: Any, kwargs: Any) -> Row:
+    """The row of one call, before its result is known."""
+    args, kwargs = given((args, kwargs))
+    leaves, structure = tree_flatten((args, kwargs))
+    facts = str(structure), *map(_shown, leaves)
+    return Row(component, path, method, dtype, args, kwargs, facts, output_bytes=0, size=())
+
+
+@dataclass(frozen=True, eq=False)
+class Rehearsal:
+    """The calls that a pipeline makes of its models.
+
+    Attributes:
+        rows: the different calls.
+        order: all calls in their order, as numbers of rows.
+        steps: models that are called in every step, in groups; those of a group take turns within a step.
+        denoiser: the largest of them, or the model that bears a denoiser's name; empty if there is none.
+    """
+
+    rows: tuple[Row, ...]
+    order: tuple[int, ...]
+    steps: tuple[tuple[str, ...], ...] = ()
+    denoiser: str = ""
+
+    @property
+    def calls(self) -> list[Row]:
+        """The row of every call, in order."""
+        return [self.rows[number] for number in self.order]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often each model is called."""
+        return Counter(row.component for row in self.calls)
+
+    def times(self, rows: Iterable[Row]) -> int:
+        """How often each of ``rows`` is called on average, at least once."""
+        numbers = [self.rows.index(row) for row in rows]
+        return max(1, round(sum(self.order.count(number) for number in numbers) / max(1, len(numbers))))
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width of the last map that an autoencoder decodes; None if none does."""
+        decoded = [row.size for row in self.calls if row.method == "decode" and len(row.size) == 2]
+        return (decoded[-1][0], decoded[-1][1]) if decoded else None
+
+    def with_larger(self, larger: Row) -> Rehearsal:
+        """Return a record that has ``larger`` too, a call that came with more than any of its model's rows.
+
+        Args:
+            larger: the call; what is held next to it grows as its arguments do.
+        """
+        alike = [row for row in self.rows if (row.component, row.path, row.method) == larger.key[:3]]
+        if not alike:
+            most = max((row.held_bytes for row in self.rows), default=0)
+            larger = replace(larger, held=(Given((most,), torch.uint8),))
+            return replace(self, rows=(*self.rows, larger), order=(*self.order, len(self.rows)))
+        least = max(alike, key=lambda row: row.given_bytes)
+        growth = max(1.0, larger.given_bytes / max(1, least.given_bytes))
+        more = Given((math.ceil(least.held_bytes * (growth - 1)),), torch.uint8)
+        larger = replace(
+            larger,
+            dtype=least.dtype,
+            held=(*least.held, more),
+            output_bytes=math.ceil(least.output_bytes * growth),
+            after_bytes=math.ceil(least.after_bytes * growth),
+        )
+        number = self.rows.index(least)
+        return replace(self, rows=(*self.rows[:number], larger, *self.rows[number + 1 :]))
+
+
+def steps_of(order: list[str], repeated: Callable[[str], bool]) -> tuple[tuple[str, ...], ...]:
+    """Group the models that are called in every step: those that alternate are one group.
+
+    Args:
+        order: names of the models in the order of their calls.
+        repeated: function that returns True for a model that is called in every step.
+    """
+    called = [name for name in order if repeated(name)]
+    runs = [name for number, name in enumerate(called) if number == 0 or called[number - 1] != name]
+    groups: list[list[str]] = [[name] for name in dict.fromkeys(runs)]
+    for name in dict.fromkeys(runs):
+        places = [number for number, run in enumerate(runs) if run == name]
+        between = set(runs[places[0] : places[-1] + 1])
+        joined = [group for group in groups if between.intersection(group)]
+        groups = [group for group in groups if group not in joined]
+        groups.append([name for group in joined for name in group])
+    first = {name: number for number, name in reversed(list(enumerate(runs)))}
+    return tuple(sorted((tuple(sorted(group, key=first.__getitem__)) for group in groups), key=lambda g: first[g[0]]))

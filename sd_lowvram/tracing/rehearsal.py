@@ -1,0 +1,399 @@
+"""A rehearsal: a pipeline's own call runs on a copy whose models answer with zeros of the shapes that they would make.
+
+What each model is called with, how often, in which order, and what the pipeline holds meanwhile is then known before
+anything is computed. The user's pipeline, its models, their hooks and all random generators stay as they are.
+
+The models of the copy have fake weights (:mod:`.fake_model`); each call of a kind is traced once, and its result is
+made of zeros. Results above ``_REAL`` bytes stay fake, so that films need no memory. Noise is zeros too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.private import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_flatten, tree_map, without_modes
+from ..memory.fake_mode import CPU, fake_empty
+from ..memory.storage_refs import Deaths
+from ..memory.threads import pause_models
+from ..models.recorded import Given, Rehearsal, Row, row_of, steps_of
+from ..patches import unpatched
+from ..units import MIB
+from ..weights import all_tensors, is_gguf, weight_bytes
+from .copies import copies_of
+from .equal_calls import equal_modules
+from .fake_model import undo_cast
+from .fake_tensors import fake_of
+from .tracer import trace_equals_once
+
+_REAL = 32 * MIB
+"""The largest result of which there are real zeros."""
+
+_METHODS = ("forward", "encode", "decode", "generate", "get_image_features", "get_text_features")
+_STEPS, _COUNT = "num_inference_steps", ("num_images_per_prompt", "num_videos_per_prompt")
+_DENOISERS = ("transformer", "unet", "prior", "decoder")
+
+
+def rehearse(pipe: Any, /, **call: Any) -> Rehearsal:
+    """Return the calls that ``pipe(**call)`` makes of its models; nothing is computed and nothing is changed.
+
+    Args:
+        pipe: a pipeline of diffusers, or any callable object with its models by name in ``components``.
+        call: the arguments of its call. Of tensors only shapes and types count, unless the pipeline itself reads them.
+
+    Raises:
+        Exception: whatever the call raises; torch's DataDependentOutputException if a model reads values.
+    """
+    copied = _Copy(pipe)
+    full = copied.run(call)
+    steps = call.get(_STEPS, getattr(_parameters(pipe).get(_STEPS), "default", None))
+    fewer = full
+    if isinstance(steps, int) and _STEPS in _parameters(pipe):
+        fewer = copied.run({**call, _STEPS: 2 if steps > 2 else 3 * steps})
+    repeated = _repeated(full.counts, fewer.counts)
+    steps_by_group = steps_of([row.component for row in full.calls], repeated.__contains__)
+    models = copied.originals
+    largest = sorted(repeated or _called_denoisers(full), key=lambda name: -weight_bytes(models[name]))
+    denoiser = next((name for name in largest if not name.startswith("controlnet")), "")
+    return replace(full, steps=steps_by_group or (((denoiser,),) if denoiser else ()), denoiser=denoiser)
+
+
+def _called_denoisers(record: Rehearsal) -> list[str]:
+    return [name for name in _DENOISERS if name in record.counts][:1]
+
+
+def _repeated(full: Counter[str], fewer: Counter[str]) -> set[str]:
+    """Models that are called more often with more steps; without such a number, those that are called most often."""
+    if full != fewer:
+        return {name for name in full if full[name] != fewer[name]}
+    most = max(full.values(), default=0)
+    return {name for name, count in full.items() if count > 1 and 2 * count >= most}
+
+
+def filled(
+    pipe: Any, call: Mapping[str, Any], width: int | None, height: int | None, batch: int, steps: int, guided: bool
+) -> dict[str, Any]:
+    """Return ``call`` with what the signature of ``pipe`` takes of a picture's size, number, steps and guidance.
+
+    Args:
+        pipe: the pipeline.
+        call: what the user says; it is not changed.
+        width, height: of the picture in pixels; None: the pipeline's own.
+        batch: pictures at a time.
+        steps: denoising steps.
+        guided: False to turn guidance off.
+    """
+    takes = _parameters(pipe)
+    said: dict[str, Any] = {"width": width, "height": height, _STEPS: steps, "output_type": "pt"}
+    said |= dict.fromkeys(_COUNT, batch)
+    if not guided:
+        said["guidance_scale"] = 1.0
+    words = takes["max_sequence_length"].default if "max_sequence_length" in takes else 1
+    if not any(name.startswith("prompt") for name in call):
+        said["prompt"] = "a " * (words if isinstance(words, int) else 1)
+    pixels = (1, 3, height or 512, width or 512)
+    if {"strength", "mask_image", "control_image"} & takes.keys() or _is_required(takes.get("image")):
+        said["image"] = torch.zeros(pixels)
+    said |= {"control_image": torch.zeros(pixels), "mask_image": torch.ones(1, 1, *pixels[2:])}
+    return {name: value for name, value in said.items() if name in takes and value is not None} | dict(call)
+
+
+def _is_required(parameter: inspect.Parameter | None) -> bool:
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(type(pipe).__call__).parameters
+
+
+class _Copy:
+    """Fake copies of a pipeline's models, on which its call runs."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        parts = dict(pipe.components)
+        self.originals: dict[str, nn.Module] = {k: part for k, part in parts.items() if isinstance(part, nn.Module)}
+        self._others = {k: part for k, part in parts.items() if not isinstance(part, nn.Module)}
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode.cache_enabled = False
+        with pause_models(self.originals.values()):
+            self._models = _fake_models(self.originals, self._mode)
+        self._equals = {name: equal_modules(model) for name, model in self._models.items()}
+        self._results: dict[Any, Any] = {}
+        self._ledger = _Ledger(self._mode)
+        self._rows: dict[Any, Row] = {}
+        self._order: list[Any] = []
+        self._busy = False
+        seen = set[nn.Module]()
+        for name, model in self._models.items():
+            self._watch(name, model, seen)
+
+    def run(self, call: Mapping[str, Any]) -> Rehearsal:
+        """Run the pipeline's call once on the copies, and return its record."""
+        self._ledger, self._rows, self._order = _Ledger(self._mode), {}, []
+        pipe = self._pipeline()
+        arguments = tree_map(self._argument, dict(call))
+        with torch.no_grad(), self._ledger:
+            self._ledger.book(arguments)
+            type(pipe).__call__(pipe, **arguments)
+        self._end_call()
+        numbers = {key: number for number, key in enumerate(self._rows)}
+        return Rehearsal(tuple(self._rows.values()), tuple(numbers[key] for key in self._order))
+
+    def _pipeline(self) -> Any:
+        """A shallow copy of the pipeline with the copied models, and copies of its schedulers and tokenizers."""
+        pipe = object.__new__(type(self._pipe))
+        vars(pipe).update(unpatched(self._pipe))
+        vars(pipe)["_progress_bar_config"] = {"disable": True}
+        replaced = {id(part): self._models[name] for name, part in self.originals.items()}
+        replaced |= {id(part): _own_copy(part) for part in self._others.values() if part is not None}
+        for name, value in list(vars(pipe).items()):
+            if id(value) in replaced:
+                vars(pipe)[name] = replaced[id(value)]
+            elif isinstance(value, (dict, list)):
+                vars(pipe)[name] = _replaced(value, replaced)
+        return pipe
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.Generator):
+            return torch.Generator()
+        if not isinstance(value, Tensor):
+            return value
+        return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.detach().to(CPU, copy=True)
+
+    # Answers
+
+    def _watch(self, name: str, model: nn.Module, seen: set[nn.Module]) -> None:
+        for path, module in model.named_modules(seen):
+            vars(module)["_apply"] = functools.partial(self._apply, module)
+            for method in _METHODS if not path else ("forward",):
+                original = getattr(module, method, None)
+                if callable(original):
+                    answer = functools.partial(self._answer, name, path, method, original)
+                    vars(module)[method] = functools.update_wrapper(answer, original)
+
+    def _answer(
+        self, name: str, path: str, method: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Answer a call of the pipeline; calls inside of it are the model's own."""
+        if self._busy:
+            return original(*args, **kwargs)
+        self._end_call()
+        row = row_of(name, path, method, _dtype_of(self._models[name]), args, kwargs)
+        given = {self._ledger.key(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
+        held = self._ledger.alive(given)
+        known = self._rows.get(row.key)
+        if known is None or sum(tensor.bytes for tensor in held) > known.held_bytes:
+            row = replace(row, held=held, after_bytes=known.after_bytes if known else 0)
+        else:
+            row = known
+        if row.key not in self._results:
+            self._results[row.key] = self._traced(name, original, args, kwargs)
+        with without_modes():
+            result = _zeros_like(self._results[row.key])
+            tensors = _tensors(result)
+        self._rows[row.key] = replace(
+            row, output_bytes=sum(tensor.nbytes for tensor in tensors), size=_map_size(tensors)
+        )
+        self._order.append(row.key)
+        self._ledger.book(tensors)
+        self._ledger.peak = self._ledger.live
+        return result
+
+    def _traced(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._busy = True
+        try:
+            with without_modes():
+                return trace_equals_once(original, args, kwargs, self._equals[name]).output
+        finally:
+            self._busy = False
+
+    def _end_call(self) -> None:
+        """Note what the pipeline held at most since its last call of a model."""
+        if self._order:
+            row = self._rows[self._order[-1]]
+            self._rows[row.key] = replace(row, after_bytes=max(row.after_bytes, self._ledger.peak))
+
+    def _apply(self, module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """``module._apply``, which torch cannot do to fake weights: new ones of the type that ``convert`` makes."""
+        for child in module.children() if recurse else ():
+            child._apply(convert)
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None and not is_gguf(tensor):
+                    registry[name] = self._converted(tensor, convert)  # type: ignore[assignment]
+        return module
+
+    def _converted(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        dtype = convert(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype)).dtype
+        if dtype == tensor.dtype:
+            return tensor
+        if not isinstance(tensor, FakeTensor):
+            return tensor.to(dtype)
+        fake = fake_empty(self._mode, tensor.shape, tensor.stride(), dtype, CPU)
+        if isinstance(tensor, nn.Parameter):
+            fake._is_param = True
+        return fake
+
+
+def _fake_models(originals: Mapping[str, nn.Module], mode: FakeTensorMode) -> dict[str, nn.Module]:
+    """Copies of models with fake weights and buffers of their own, which pipelines read."""
+    modules = (module for model in originals.values() for module in model.modules())
+    buffers = {id(tensor) for module in modules for tensor in module._buffers.values() if tensor is not None}
+    stand_ins: dict[int, Tensor] = {}
+    for tensor in all_tensors(*originals.values()):
+        loaded = undo_cast(tensor)
+        read = id(tensor) in buffers and not loaded.is_meta and loaded.nbytes <= _REAL
+        stand_ins[id(tensor)] = loaded.detach().to(CPU, copy=True) if read else fake_of(loaded, mode)
+    return copies_of(originals, stand_ins, ("_hf_hook",))
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype | None:
+    dtypes = (parameter.dtype for parameter in model.parameters())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), None)
+
+
+def _own_copy(part: Any) -> Any:
+    """A copy of a scheduler or tokenizer, which remembers its last call; the part itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(part)
+    except Exception:  # whatever a stranger's class raises
+        return part
+
+
+def _replaced(container: Any, replaced: Mapping[int, Any]) -> Any:
+    """``container`` with models replaced by their copies; itself if it holds none."""
+    values = container.values() if isinstance(container, dict) else container
+    if not any(id(value) in replaced for value in values):
+        return container
+    if isinstance(container, dict):
+        return type(container)((name, replaced.get(id(value), value)) for name, value in container.items())
+    return [replaced.get(id(value), value) for value in container]
+
+
+# Results
+
+
+def _leaves(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
+    """Tensors in a result: in containers, and in attributes of objects such as a distribution."""
+    if id(value) in seen or isinstance(value, (nn.Module, type, FakeTensorMode)):
+        return
+    seen[id(value)] = value
+    if isinstance(value, Tensor):
+        yield value
+        return
+    inside = list(value.values()) if isinstance(value, dict) else list(value) if _is_sequence(value) else []
+    for each in (*inside, *getattr(value, "__dict__", {}).values()):
+        yield from _leaves(each, seen)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset))
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return list(_leaves(result, {}))
+
+
+def _zeros_like(result: Any) -> Any:
+    """A copy of ``result`` with zeros for its tensors; large tensors stay fake."""
+    memo: dict[int, Any] = {}
+    for tensor in _tensors(result):
+        real = tensor.nbytes <= _REAL
+        memo[id(tensor)] = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype) if real else tensor
+    return copy.deepcopy(result, memo)
+
+
+def _map_size(tensors: list[Tensor]) -> tuple[int, ...]:
+    shape = tuple(tensors[0].shape) if tensors else ()
+    return tuple(map(int, shape[-2:])) if len(shape) >= 4 else ()
+
+
+# What the pipeline holds
+
+
+class _Ledger(TorchDispatchMode):
+    """Follows the tensors that a pipeline makes between the calls of its models, and answers noise with zeros.
+
+    Attributes:
+        live: bytes of them now.
+        peak: the most bytes since the last call.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._mode = mode
+        self._held: dict[int, Given] = {}
+        self._deaths = Deaths(self._strike)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def key(self, tensor: Tensor) -> int:
+        return int(tensor.untyped_storage()._cdata)
+
+    def alive(self, without: set[int]) -> tuple[Given, ...]:
+        """The tensors that are alive now, except those with these keys."""
+        self._deaths.look()
+        return tuple(tensor for key, tensor in self._held.items() if key not in without)
+
+    def book(self, tree: Any) -> None:
+        """Follow the tensors in ``tree``."""
+        for leaf in tree_flatten(tree)[0]:
+            if not isinstance(leaf, Tensor):
+                continue
+            storage = leaf.untyped_storage()
+            if storage._cdata in self._held:
+                continue
+            whole = storage.nbytes() == leaf.nbytes
+            held = Given(tuple(leaf.shape), leaf.dtype) if whole else Given((storage.nbytes(),), torch.uint8)
+            self._deaths.look()
+            self._held[self._deaths.watch(storage)] = held
+            self.live += held.bytes
+            self.peak = max(self.peak, self.live)
+
+    def _strike(self, key: int) -> None:
+        held = self._held.pop(key, None)
+        self.live -= held.bytes if held else 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            result = self._zeros(func, args, kwargs)
+        elif func.overloadpacket._qualified_op_name in _FACTORIES and _size(args) > _REAL:
+            result = self._fake(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self.book(result)
+        return result
+
+    def _zeros(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Zeros in place of what would be drawn, so that no generator advances."""
+        if func._schema.is_mutable:
+            return args[0].zero_()
+        return _zeros_like(self._fake(func, args, kwargs))
+
+    def _fake(self, func: Any, args: Any, kwargs: Any) -> Any:
+        fakes = [fake_of(arg, self._mode) if isinstance(arg, Tensor) else arg for arg in args]
+        with without_modes(), self._mode:
+            return func(*fakes, **{**kwargs, "device": CPU} if "device" in kwargs else kwargs)
+
+
+_FACTORIES = frozenset(f"aten::{new}{name}" for new in ("", "new_") for name in ("zeros", "ones", "empty", "full"))
+
+
+def _size(args: tuple[Any, ...]) -> int:
+    """Bytes of float32 of the size among the arguments of a factory."""
+    sizes = (arg for arg in args if isinstance(arg, (list, tuple)))
+    return 4 * math.prod(next(sizes, ()))

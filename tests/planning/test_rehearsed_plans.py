@@ -1,0 +1,155 @@
+"""Pipelines that nobody has written down, planned by their own call: all stages, within the budget, the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import families
+import pytest
+import rehearsed
+import todays
+import torch
+from rehearsed import TwoExperts
+from torch import Tensor
+
+import sd_lowvram
+from sd_lowvram.errors import BadInputError, BudgetError, UnsupportedModelError
+from sd_lowvram.planning.request import request_for
+from sd_lowvram.planning.stages import stages
+from sd_lowvram.session import anatomy_of
+from sd_lowvram.tracing.rehearsal import rehearse
+from sd_lowvram.units import MIB
+from sd_lowvram.weights import weight_bytes
+
+CALL: dict[str, Any] = {"prompt": "a red apple"}
+
+
+def picture(pipe: Any, **more: Any) -> Tensor:
+    with torch.no_grad():
+        made: Tensor = pipe(**CALL, generator=torch.Generator().manual_seed(3), **more)
+    return made
+
+
+def within(plan: Any, run: Any) -> bool:
+    planned = max(stage.held_bytes for stage in plan.stages)
+    return bool(run.peak_bytes <= max(planned * 1.02, planned + 2 * MIB))
+
+
+def test_a_class_of_its_own_is_planned_whole() -> None:
+    pipe = TwoExperts()
+    expected, before = picture(pipe), {name: part.state_dict() for name, part in pipe.components.items()}
+    asked = {"width": 64, "height": 64, "steps": 4, "device": "cpu", "call": CALL}
+    plenty = sd_lowvram.plan(pipe, vram="1GB", **asked)
+    assert [(stage.name, stage.component) for stage in plenty.stages] == [
+        ("reader", "reader"), ("denoise", "early"), ("denoise", "late"), ("decode", "vae"),
+    ]  # fmt: skip
+    assert all(stage.activation_bytes for stage in plenty.stages) and not any("unknown" in r for r in plenty.reasons)
+    assert plenty.settings.offload == "none"
+    least = plenty.minimum_vram_bytes
+    for vram in (f"{least} B", f"{(least + plenty.predicted.peak_bytes) // 2} B", "1GB"):
+        plan = sd_lowvram.optimize(pipe, vram=vram, **asked)
+        with sd_lowvram.measured(pipe) as run:
+            assert torch.equal(picture(pipe), expected)
+        assert within(plan, run) and plan.fits
+    with pytest.raises(BudgetError):
+        sd_lowvram.optimize(pipe, vram=f"{least // 2} B", **asked)
+    sd_lowvram.restore(pipe)
+    assert torch.equal(picture(pipe), expected)
+    assert all("forward" not in vars(module) for part in pipe.components.values() for module in part.modules())
+    after = {name: part.state_dict() for name, part in pipe.components.items()}
+    assert all(
+        tensor.data_ptr() == after[name][key].data_ptr() and torch.equal(tensor, after[name][key])
+        for name, tensors in before.items()
+        for key, tensor in tensors.items()
+    )
+
+
+def test_the_weights_of_each_expert_are_streamed_within_one_bound() -> None:
+    pipe = TwoExperts()
+    settings = sd_lowvram.Settings(offload="blocks", weights_mib=1)
+    plan = sd_lowvram.optimize(pipe, vram="1GB", width=64, height=64, device="cpu", call=CALL, settings=settings)
+    experts = [stage for stage in plan.stages if stage.name == "denoise"]
+    assert len(experts) == 2 and all(0 < stage.weights_bytes <= MIB < weight_bytes(pipe.early) for stage in experts)
+    assert torch.equal(picture(pipe), picture(TwoExperts()))
+
+
+def test_a_larger_picture_than_planned_is_planned_anew() -> None:
+    pipe = TwoExperts(32)
+    least = sd_lowvram.plan(pipe, vram="1GB", width=256, height=256, device="cpu", call=CALL).minimum_vram_bytes
+    plan = sd_lowvram.optimize(pipe, vram=f"{least} B", width=64, height=64, device="cpu", call=CALL)
+    with pytest.raises(BudgetError):
+        picture(pipe, width=1024, height=1024)
+    assert torch.equal(picture(pipe), picture(TwoExperts(32)))  # what was planned still runs
+    sd_lowvram.optimize(pipe, vram="1GB", width=64, height=64, device="cpu", call=CALL)
+    assert torch.equal(picture(pipe, width=256, height=256), picture(TwoExperts(32), width=256, height=256))
+    now = sd_lowvram.session.attachments(pipe)[-1].plan
+    assert now.predicted.peak_bytes > plan.predicted.peak_bytes
+
+
+def test_a_pipeline_of_diffusers_without_a_family_is_planned_by_its_call() -> None:
+    pipe = todays.lumina2()
+    call = rehearsed.lumina2_call()
+    asked = {"width": todays.SIZE, "height": todays.SIZE, "steps": 2, "device": "cpu"}
+
+    def made() -> Tensor:
+        seed = torch.Generator().manual_seed(3)
+        size = {"width": todays.SIZE, "height": todays.SIZE, "num_inference_steps": 2}
+        return torch.as_tensor(pipe(**call, **size, generator=seed, output_type="pt").images)
+
+    expected = made()
+    with pytest.raises(UnsupportedModelError, match="call="):
+        sd_lowvram.plan(pipe, vram="1GB", **asked)
+    plenty = sd_lowvram.plan(pipe, vram="1GB", call=call, **asked)
+    assert [stage.name for stage in plenty.stages] == ["denoise", "decode"]
+    for vram in (f"{plenty.minimum_vram_bytes} B", "1GB"):
+        plan = sd_lowvram.optimize(pipe, vram=vram, call=call, **asked)
+        with sd_lowvram.measured(pipe) as run:
+            assert (made() - expected).abs().max() <= (0 if plan.fidelity.name == "BITWISE" else 1e-5)
+        assert within(plan, run)
+
+
+def test_a_model_that_reads_values_is_refused_with_the_remedy() -> None:
+    class Reads(TwoExperts):
+        def __init__(self) -> None:
+            super().__init__(16)
+            self.early.forward = self._forward  # type: ignore[method-assign]
+
+        def _forward(self, noisy: Tensor, time: Tensor, words: Tensor) -> Tensor:
+            return noisy if noisy.sum().item() > 0 else -noisy
+
+    pipe = Reads()
+    with pytest.raises(UnsupportedModelError, match="reads values") as error:
+        sd_lowvram.plan(pipe, vram="1GB", device="cpu", call=CALL)
+    assert "offload='layer'" in str(error.value)
+    plan = sd_lowvram.optimize(pipe, vram="1GB", device="cpu", settings=sd_lowvram.Settings(offload="layer"))
+    assert torch.equal(picture(pipe), picture(Reads())) and plan.fits
+
+
+def test_a_call_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(BadInputError, match=r"TwoExperts cannot be called with call= of promt .*promt"):
+        sd_lowvram.plan(TwoExperts(16), vram="1GB", device="cpu", call={"promt": "a"})
+    with pytest.raises(BadInputError, match="AutoencoderKL is not"):
+        sd_lowvram.plan(TwoExperts(16).vae, vram="1GB", device="cpu", call={})
+
+
+KNOWN = ["sd15", "sdxl", "sd3", "flux", "z_image"]
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("kind", KNOWN)
+def test_families_say_what_a_rehearsal_records(kind: str) -> None:
+    make, call_of = rehearsed.KINDS[kind]
+    pipe = make()
+    size = families.SIZE
+    record = rehearse(pipe, **call_of(pipe), num_inference_steps=3, output_type="pt")
+    anatomy = anatomy_of(pipe)
+    request = request_for(anatomy, width=size, height=size, steps=3)
+    written = {stage.component: stage for stage in stages(anatomy, request.shape, request.encodes)}
+    denoises = written[record.denoiser]
+    module, inputs, *_ = denoises.inputs()
+    with rehearsed.recorded(pipe) as calls, torch.no_grad():
+        denoises.run(module, inputs)
+    said = {shape for call in calls for shape in call[3]}
+    seen = {shape for row in record.rows if row.component == record.denoiser for shape in rehearsed.given_shapes(row)}
+    assert record.counts[record.denoiser] == 3 * anatomy.calls
+    assert {shape for shape, _ in said if len(shape) > 1} == {shape for shape, _ in seen if len(shape) > 1}

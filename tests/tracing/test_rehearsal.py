@@ -1,0 +1,111 @@
+"""Rehearsals: a pipeline's own call on fake models records the calls of a real run, and touches nothing."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import rehearsed
+import tiny
+import todays
+import torch
+from rehearsed import KINDS, TwoExperts
+from torch import nn
+
+from sd_lowvram.tracing.rehearsal import rehearse
+
+STEPS = 3
+
+
+def state(pipe: Any) -> Any:
+    """What a rehearsal must not change: objects, types, places and bits of all weights, attributes, hooks."""
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    tensors = [
+        (name, path, id(tensor), tensor.data_ptr(), tensor.dtype, tensor._version)
+        for name, part in parts.items()
+        for path, tensor in (*part.named_parameters(), *part.named_buffers())
+    ]
+    modules = [
+        (id(module), sorted(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for part in parts.values()
+        for module in part.modules()
+    ]
+    scheduler = getattr(pipe, "scheduler", None)
+    steps = repr(getattr(scheduler, "timesteps", None)), getattr(scheduler, "num_inference_steps", None)
+    return tensors, modules, sorted(vars(pipe)), steps, torch.random.get_rng_state().tolist()
+
+
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rehearsal_records_the_calls_of_a_real_run(kind: str, dtype: torch.dtype) -> None:
+    make, call_of = KINDS[kind]
+    pipe = make().to(dtype)
+    call = {**rehearsed.narrowed(call_of(pipe), dtype), "num_inference_steps": STEPS, "output_type": "pt"}
+    before = state(pipe)
+    record = rehearse(pipe, **call)
+    assert state(pipe) == before
+    assert rehearsed.rehearsal(record) == rehearsed.real(pipe, **call)
+    assert record.denoiser in ("unet", "transformer") and record.counts[record.denoiser] >= STEPS - 1
+
+
+def test_the_autoencoder_is_rehearsed_in_the_type_that_it_is_widened_to() -> None:
+    pipe = tiny.pipeline("sdxl").to(torch.float16)
+    pipe.vae.register_to_config(force_upcast=True)
+    call = {"prompt": "a", "width": 64, "height": 64, "num_inference_steps": 2, "output_type": "pt"}
+    before = state(pipe)
+    record = rehearse(pipe, **call)
+    (decode,) = (row for row in record.rows if row.method == "decode")
+    assert decode.args[0].dtype == decode.dtype == torch.float32
+    assert state(pipe) == before and rehearsed.rehearsal(record) == rehearsed.real(pipe, **call)
+
+
+def test_an_error_in_the_call_leaves_the_pipeline_as_it_was() -> None:
+    pipe = todays.flux()
+    given = torch.Generator().manual_seed(3)
+    before, drawn = state(pipe), given.get_state().tolist()
+    with pytest.raises(ValueError, match="Provide"):
+        rehearse(pipe, num_inference_steps=2, generator=given)
+
+    def stops(pipe: Any, step: int, time: Any, kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rehearse(pipe, **todays.prompts(pipe), width=64, height=64, callback_on_step_end=stops, generator=given)
+    assert state(pipe) == before and given.get_state().tolist() == drawn
+
+
+def test_two_threads_rehearse_one_pipeline() -> None:
+    pipe = tiny.pipeline("sd15")
+    call = {"prompt": "a red apple", "width": 64, "height": 64, "num_inference_steps": 2, "output_type": "pt"}
+    expected, before, found = rehearsed.rehearsal(rehearse(pipe, **call)), state(pipe), []
+    threads = [threading.Thread(target=lambda: found.append(rehearse(pipe, **call))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [rehearsed.rehearsal(record) for record in found] == [expected] * 2 and state(pipe) == before
+
+
+def test_denoisers_are_what_is_called_in_every_step() -> None:
+    record = rehearse(TwoExperts(), prompt="a", num_inference_steps=6, boundary=0.3)
+    assert record.steps == (("early",), ("late",)) and dict(record.counts)["late"] == 4
+    make, call_of = KINDS["controlnet"]
+    pipe = make()
+    assert rehearse(pipe, **call_of(pipe), num_inference_steps=STEPS).steps == (("controlnet", "unet"),)
+
+
+def test_the_record_has_what_the_pipeline_holds() -> None:
+    record = rehearse(TwoExperts(), prompt="a", height=512, width=512, num_inference_steps=4)
+    rows = {row.component: row for row in record.rows}
+    latents, words = 4 * 4 * 64 * 64, 4 * 16 * 32
+    held = rows["early"].held_bytes
+    assert 2 * latents + words <= held + rows["early"].given_bytes - 2 * latents <= 6 * latents + 4 * words + 4096
+    assert rows["vae"].size == (512, 512) and record.size == (512, 512)
+
+
+def test_a_film_takes_no_memory() -> None:
+    record = rehearse(TwoExperts(8), prompt="a", height=8192, width=8192, num_inference_steps=2)
+    decode = record.rows[-1]
+    assert decode.output_bytes == 4 * 3 * 8192**2 and decode.size == (8192, 8192)
