@@ -14,7 +14,6 @@ from .devices.support import device_of
 from .errors import BadInputError, ConflictError, UnsupportedModelError, ran_out
 from .hooks.precision import force_upcast
 from .memory.threads import pause_models
-from .models import dissect
 from .models.anatomy import Anatomy
 from .models.causal_autoencoder import FRAMES
 from .models.latents import has_frames, latent_channels, pixel_channels, scale_factor, unpack
@@ -406,45 +405,55 @@ def _request(
     call: Mapping[str, Any] | None = None,
 ) -> Request:
     """The request of a call of ours; what is not stated is as the target itself runs."""
-    rehearsal = _rehearsal(target, settings, run, _whether(guided, "guided"), call)
+    anatomy = _anatomy(target, settings, run, _whether(guided, "guided"), call)
     asked: RunOptions = {
         **run,
         "vram": None if vram is None else parse_size(vram, "vram"),
         "ram": None if ram is None else parse_size(ram, "ram"),
         "device": device_of(device),
     }
-    request = request_for(anatomy_of(target, settings, rehearsal), **asked)
+    request = request_for(anatomy, **asked)
     return request if guided else dataclasses.replace(request, passes=1, calls=1)
 
 
-def _rehearsal(
+def _anatomy(
     target: Any, settings: Settings | None, run: RunOptions, guided: bool, call: Mapping[str, Any] | None
-) -> Rehearsal | None:
-    """The record of the pipeline's own call, if the user says the call or no family is known.
-
-    Returns:
-        The record; None: the target is planned by its family, or not at all.
+) -> Anatomy:
+    """The anatomy of ``target``, with the calls that it makes if ``call`` is stated or its family is not known.
 
     Raises:
         BadInputError: the stated call cannot be rehearsed.
-        UnsupportedModelError: no family is known, and the pipeline cannot be called with size and steps alone.
+        UnsupportedModelError: no family is known, and the target cannot be called with size and steps alone.
     """
-    if call is None:
-        try:
-            if dissect(target) is not None:
-                return None
-        except UnsupportedModelError:
-            pass
+    refusal = None
+    try:
+        anatomy = anatomy_of(target, settings)
+        if call is None and anatomy.family.known:
+            return anatomy
+    except UnsupportedModelError as error:
+        refusal = error
+    record = _rehearsal(target, run, guided, call)
+    if record is not None:
+        return anatomy_of(target, settings, record)
+    if refusal is not None:
+        raise refusal
+    return anatomy
+
+
+def _rehearsal(target: Any, run: RunOptions, guided: bool, call: Mapping[str, Any] | None) -> Rehearsal | None:
+    """The record of the target's own call; None if it has none, or cannot be called with what is stated of the run."""
     if isinstance(target, nn.Module) or not isinstance(getattr(target, "components", None), dict):
         if call is None:
             return None
-        raise BadInputError(f"call= says how a pipeline is called, and {type(target).__name__} is none: leave it out")
+        raise BadInputError(f"a stated call is for pipelines, and {type(target).__name__} is not one: leave it out")
     size = run.get("width"), run.get("height"), run.get("batch", 1), run.get("steps", DEFAULT_STEPS)
     try:
         record = rehearse(target, **filled(target, call or {}, *size, guided))
     except Exception as error:
-        if ran_out(error) or call is None:
-            return None  # the refusal of the family says what is possible
+        if call is None:
+            return None
+        if ran_out(error):
+            raise
         raise cannot_be_rehearsed(target, call, error) from error
     return record if record.rows else None
 

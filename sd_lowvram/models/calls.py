@@ -53,6 +53,7 @@ class Stage:
         repeats: True if it runs once a step, False for once a picture.
         times: how often a run has it; 0: as often as ``repeats`` says.
         facts: what a trace of it depends on in addition to the tensors of ``inputs``.
+        reads: True if its model reads values, so that equal modules may be called unequally.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Stage:
     repeats: bool = False
     times: int = 0
     facts: Any = None
+    reads: bool = False
 
 
 class StepInputs(NamedTuple):

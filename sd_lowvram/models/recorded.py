@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,15 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.private import tree_flatten, tree_map
+from ..compat.private import FakeTensor, tree_flatten, tree_map
 
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor of a recorded call: its shape and type, without contents."""
+    """A tensor of a recorded call.
+
+    Attributes:
+        shape, dtype: its shape and type.
+        value: its contents, if it is small.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    value: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def bytes(self) -> int:
@@ -28,7 +35,31 @@ class Given:
 
 def given(tree: Any) -> Any:
     """Return ``tree`` with a :class:`Given` in place of each tensor."""
-    return tree_map(lambda leaf: Given(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return Given(tuple(leaf.shape), leaf.dtype, _value_of(leaf))
+
+    return tree_map(one, tree)
+
+
+def _value_of(tensor: Tensor) -> Tensor | None:
+    """A copy of the contents of a small tensor that has some."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.device.type != "cpu" or tensor.numel() > MOST_VALUES:
+        return None
+    return tensor.detach().clone()
+
+
+MOST_VALUES = 1 << 14
+"""Elements of the largest tensor whose contents are recorded."""
+
+
+def _digest(leaf: Any) -> Any:
+    """Whole numbers in a tensor, by which calls differ whose model reads them."""
+    if not isinstance(leaf, Given) or leaf.value is None or leaf.dtype.is_floating_point:
+        return None
+    return hashlib.sha256(leaf.value.contiguous().view(-1).numpy().tobytes()).hexdigest()
 
 
 def _shown(leaf: Any) -> Any:
@@ -48,6 +79,7 @@ class Row:
         method: name of the method.
         dtype: type of the model's weights during the call.
         args, kwargs: arguments, with a :class:`Given` for each tensor.
+        reads: True if the model reads values of its arguments.
         facts: everything of the arguments that matters to a trace.
         output_bytes: bytes of the result.
         size: height and width of the result, if it is a map.
@@ -64,6 +96,7 @@ class Row:
     facts: tuple[Any, ...]
     output_bytes: int = field(compare=False)
     size: tuple[int, ...] = field(compare=False)
+    reads: bool = False
     held: tuple[Given, ...] = field(default=(), compare=False)
     after_bytes: int = field(default=0, compare=False)
 
@@ -76,6 +109,12 @@ class Row:
     def given_bytes(self) -> int:
         """Bytes of the tensors among the arguments."""
         return given_bytes((self.args, self.kwargs))
+
+    @property
+    def values(self) -> list[Tensor | None]:
+        """Contents of the tensors among the arguments, as far as they are known."""
+        leaves = tree_flatten((self.args, self.kwargs))[0]
+        return [leaf.value for leaf in leaves if isinstance(leaf, Given)]
 
     @property
     def held_bytes(self) -> int:
@@ -107,12 +146,14 @@ def given_bytes(tree: Any) -> int:
 _SIZED = (Tensor, Given)
 
 
-def row_of(component: str, path: str, method: str, dtype: torch.dtype | None, args: Any, kwargs: Any) -> Row:
+def row_of(
+    component: str, path: str, method: str, dtype: torch.dtype | None, args: Any, kwargs: Any, reads: bool = False
+) -> Row:
     """The row of one call, before its result is known."""
     args, kwargs = given((args, kwargs))
     leaves, structure = tree_flatten((args, kwargs))
-    facts = str(structure), *map(_shown, leaves)
-    return Row(component, path, method, dtype, args, kwargs, facts, output_bytes=0, size=())
+    facts = str(structure), *map(_shown, leaves), *(map(_digest, leaves) if reads else ())
+    return Row(component, path, method, dtype, args, kwargs, facts, output_bytes=0, size=(), reads=reads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,11 +179,11 @@ class Rehearsal:
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each model is called."""
+        """Number of calls of each model."""
         return Counter(row.component for row in self.calls)
 
     def times(self, rows: Iterable[Row]) -> int:
-        """How often each of ``rows`` is called on average, at least once."""
+        """Number of calls of each of ``rows`` on average, at least 1."""
         numbers = [self.rows.index(row) for row in rows]
         return max(1, round(sum(self.order.count(number) for number in numbers) / max(1, len(numbers))))
 

@@ -163,13 +163,18 @@ def unsupported_error(
     return UnsupportedModelError(
         f"{of} {why}{shown}, which sd-lowvram does not plan. {remedy}; whole pipelines of {WHOLE}. Of any other the "
         "weights are streamed, and no more is planned, by settings=Settings(offload='layer'); a pipeline is planned "
-        "by its own call, call={'prompt_embeds': embeds} for example",
+        "whole when the argument call states what it is called with",
         owner=of,
         part=part,
         kind=kind,
         why=why,
         works=works,
     )
+
+
+def reads_values(error: BaseException) -> bool:
+    """True for torch's errors that the contents of a fake tensor are required."""
+    return type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 def cannot_be_rehearsed(target: Any, call: Mapping[str, Any], error: Exception) -> BadInputError:
@@ -181,14 +186,14 @@ def cannot_be_rehearsed(target: Any, call: Mapping[str, Any], error: Exception) 
         error: what the call raised.
     """
     kind, said = type(target).__name__, ", ".join(sorted(call)) or "no arguments"
-    if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+    if reads_values(error):
         return UnsupportedModelError(
             f"a model of {kind} reads values of its inputs ({error}), so its calls cannot be known before it runs: its "
-            "weights are streamed, and no more is planned, by settings=Settings(offload='layer') without call=",
+            "weights are streamed, and no more is planned, by settings=Settings(offload='layer') without a stated call",
             owner=kind,
         )
     message = " ".join(f"{type(error).__name__}: {error}".split())
-    return BadInputError(f"{kind} cannot be called with call= of {said} ({message:.300}): state what its call requires")
+    return BadInputError(f"{kind} cannot be called with the stated {said} ({message:.300}): state what it requires")
 
 
 def _refusal(part: str, module: Any, alone: bool) -> str:

@@ -312,7 +312,7 @@ class StageCosts:
         with self._named(stage.component):
             fake = next(stage for stage in self._stages_of(self._fake.anatomy) if (stage.name, stage.component) == key)
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
-        equals = {} if whole or settings.offload else self._fake.equals(stage.component)
+        equals = {} if whole or settings.offload or stage.reads else self._fake.equals(stage.component)
         running = self._fake.running(stage.component, settings, timing)
         with self._named(stage.component), assume_gpu(self._gpu), running, torch.no_grad(), kernels:
             again = stage.repeats and settings.offload is not None

@@ -13,6 +13,7 @@ from ..models.anatomy import Anatomy
 from ..models.calls import CONTROL, CONTROL_STAGE, TEXT_STAGE, Shape, Stage, StepInputs, denoise_step
 from ..models.latents import dtype_of, latent_shape, latent_size, native_size, pixel_shape, scale_factor
 from ..models.recorded import Rehearsal, Row
+from ..tracing.values import call_with_values
 
 __all__ = ["CONTROL", "Shape", "Stage", "latent_size", "native_size", "scale_factor", "stages"]
 
@@ -60,7 +61,8 @@ def _rehearsed(anatomy: Anatomy, record: Rehearsal) -> list[Stage]:
         run = functools.partial(_call_all, alike, functools.partial(dtype_of, anatomy, component))
         inputs = functools.partial(tuple[nn.Module], (anatomy.components[component],))
         facts = tuple((row.key, row.held, row.after_bytes) for row in alike)
-        stages.append(Stage(name, component, run, inputs, component in repeated, record.times(alike), facts))
+        reads, times = any(row.reads for row in alike), record.times(alike)
+        stages.append(Stage(name, component, run, inputs, component in repeated, times, facts, reads))
     return stages
 
 
@@ -82,7 +84,9 @@ def _call_all(rows: list[Row], dtype: Callable[[], torch.dtype], module: nn.Modu
 def _call(row: Row, dtype: torch.dtype, module: nn.Module) -> None:
     """Make a recorded call, then hold as much as the pipeline does from there to its next call."""
     args, kwargs, held = row.empties(dtype)
-    result = getattr(module.get_submodule(row.path), row.method)(*args, **kwargs)
+    call = getattr(module.get_submodule(row.path), row.method)
+    call = functools.partial(call_with_values, row.values, call) if row.reads else call
+    result = call(*args, **kwargs)
     del args, kwargs
     more = row.after_bytes - row.held_bytes - row.output_bytes
     further = torch.empty(max(0, more), dtype=torch.uint8)

@@ -59,14 +59,14 @@ class StepTiming:
     maps: tuple[int, ...] = ()
 
     def of(self, components: Iterable[str]) -> StepTiming:
-        """The times of some components' modules."""
+        """Times of some components' modules."""
         starts = tuple(f"{name}." for name in components)
         places = [number for number, (path, _) in enumerate(self.spans) if path.startswith(starts)]
         maps = tuple(self.maps[number] for number in places) if self.maps else ()
         return replace(self, spans=tuple(self.spans[number] for number in places), maps=maps)
 
     def followed_by(self, other: StepTiming) -> StepTiming:
-        """These times and those of another component's step."""
+        """Return these times followed by those of another component's step."""
         maps = (*self.maps, *other.maps) if bool(self.maps) == bool(other.maps) else ()
         return replace(self, spans=(*self.spans, *other.spans), maps=maps)
 

@@ -21,11 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.private import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_flatten, tree_map, without_modes
+from ..compat.private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    storage_key,
+    tree_flatten,
+    tree_map,
+    without_modes,
+)
 from ..memory.fake_mode import CPU, fake_empty
 from ..memory.storage_refs import Deaths
 from ..memory.threads import pause_models
 from ..models.recorded import Given, Rehearsal, Row, row_of, steps_of
+from ..models.support import reads_values
 from ..patches import unpatched
 from ..units import MIB
 from ..weights import all_tensors, is_gguf, weight_bytes
@@ -34,6 +43,7 @@ from .equal_calls import equal_modules
 from .fake_model import undo_cast
 from .fake_tensors import fake_of
 from .tracer import trace_equals_once
+from .values import call_with_values
 
 _REAL = 32 * MIB
 """The largest result of which there are real zeros."""
@@ -129,6 +139,7 @@ class _Copy:
             self._models = _fake_models(self.originals, self._mode)
         self._equals = {name: equal_modules(model) for name, model in self._models.items()}
         self._results: dict[Any, Any] = {}
+        self._reading: set[tuple[str, str, str]] = set()
         self._ledger = _Ledger(self._mode)
         self._rows: dict[Any, Row] = {}
         self._order: list[Any] = []
@@ -188,7 +199,17 @@ class _Copy:
         if self._busy:
             return original(*args, **kwargs)
         self._end_call()
-        row = row_of(name, path, method, _dtype_of(self._models[name]), args, kwargs)
+        dtype = _dtype_of(self._models[name])
+        row = row_of(name, path, method, dtype, args, kwargs, (name, path, method) in self._reading)
+        if row.key not in self._results:
+            try:
+                self._results[row.key] = self._traced(row, original, args, kwargs)
+            except Exception as error:
+                if row.reads or not reads_values(error):
+                    raise
+                self._reading.add((name, path, method))
+                row = row_of(name, path, method, dtype, args, kwargs, reads=True)
+                self._results[row.key] = self._traced(row, original, args, kwargs)
         given = {self._ledger.key(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
         held = self._ledger.alive(given)
         known = self._rows.get(row.key)
@@ -196,8 +217,6 @@ class _Copy:
             row = replace(row, held=held, after_bytes=known.after_bytes if known else 0)
         else:
             row = known
-        if row.key not in self._results:
-            self._results[row.key] = self._traced(name, original, args, kwargs)
         with without_modes():
             result = _zeros_like(self._results[row.key])
             tensors = _tensors(result)
@@ -209,11 +228,14 @@ class _Copy:
         self._ledger.peak = self._ledger.live
         return result
 
-    def _traced(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _traced(self, row: Row, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a call on fake tensors."""
         self._busy = True
+        equals = {} if row.reads else self._equals[row.component]
+        called = functools.partial(call_with_values, row.values, original) if row.reads else original
         try:
             with without_modes():
-                return trace_equals_once(original, args, kwargs, self._equals[name]).output
+                return trace_equals_once(called, args, kwargs, equals).output
         finally:
             self._busy = False
 
@@ -341,7 +363,7 @@ class _Ledger(TorchDispatchMode):
         return True
 
     def key(self, tensor: Tensor) -> int:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_key(tensor)
 
     def alive(self, without: set[int]) -> tuple[Given, ...]:
         """The tensors that are alive now, except those with these keys."""
@@ -354,7 +376,7 @@ class _Ledger(TorchDispatchMode):
             if not isinstance(leaf, Tensor):
                 continue
             storage = leaf.untyped_storage()
-            if storage._cdata in self._held:
+            if storage_key(storage) in self._held:
                 continue
             whole = storage.nbytes() == leaf.nbytes
             held = Given(tuple(leaf.shape), leaf.dtype) if whole else Given((storage.nbytes(),), torch.uint8)

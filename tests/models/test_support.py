@@ -247,7 +247,7 @@ def test_a_part_that_nobody_knows_is_refused_by_its_name() -> None:
         sd_lowvram.plan(pipe, vram="4GB", width=64, height=64)
 
 
-def test_text_encoders_of_another_kind_are_refused() -> None:
+def test_text_encoders_of_another_kind_are_planned_by_their_call_or_refused() -> None:
     from transformers import Qwen2Config, Qwen2Model, T5Config, T5EncoderModel
 
     pipe = tiny.pipeline("sd15")
@@ -255,10 +255,12 @@ def test_text_encoders_of_another_kind_are_refused() -> None:
     pipe.register_modules(text_encoder=T5EncoderModel(T5Config(**sizes)))
     told = r"reads prompts in another way \(text_encoder: T5.*optimize\(pipe.text_encoder, "
     with pytest.raises(UnsupportedModelError, match=told):
-        sd_lowvram.plan(pipe, vram="4GB", width=64, height=64)
+        sd_lowvram.max_size(pipe, vram="4GB")
+    plan = sd_lowvram.plan(pipe, vram="4GB", width=64, height=64, device="cpu")
+    assert [stage.name for stage in plan.stages] == ["text", "denoise", "decode"]
     pipe.register_modules(text_encoder=Qwen2Model(Qwen2Config(vocab_size=64, hidden_size=32, num_hidden_layers=1)))
     with pytest.raises(UnsupportedModelError, match="reads prompts with a text encoder of another kind"):
-        sd_lowvram.plan(pipe, vram="4GB", width=64, height=64)
+        sd_lowvram.max_size(pipe, vram="4GB")
 
 
 def test_text_encoders_of_other_pipelines_are_planned_alone() -> None:

@@ -17,6 +17,7 @@ from sd_lowvram.errors import BadInputError, BudgetError, UnsupportedModelError
 from sd_lowvram.planning.request import request_for
 from sd_lowvram.planning.stages import stages
 from sd_lowvram.session import anatomy_of
+from sd_lowvram.settings import Fidelity
 from sd_lowvram.tracing.rehearsal import rehearse
 from sd_lowvram.units import MIB
 from sd_lowvram.weights import weight_bytes
@@ -49,7 +50,8 @@ def test_a_class_of_its_own_is_planned_whole() -> None:
     for vram in (f"{least} B", f"{(least + plenty.predicted.peak_bytes) // 2} B", "1GB"):
         plan = sd_lowvram.optimize(pipe, vram=vram, **asked)
         with sd_lowvram.measured(pipe) as run:
-            assert torch.equal(picture(pipe), expected)
+            made = picture(pipe)
+        assert (made - expected).abs().max() <= (0 if plan.fidelity is Fidelity.BITWISE else 1e-5)
         assert within(plan, run) and plan.fits
     with pytest.raises(BudgetError):
         sd_lowvram.optimize(pipe, vram=f"{least // 2} B", **asked)
@@ -97,14 +99,14 @@ def test_a_pipeline_of_diffusers_without_a_family_is_planned_by_its_call() -> No
         return torch.as_tensor(pipe(**call, **size, generator=seed, output_type="pt").images)
 
     expected = made()
-    with pytest.raises(UnsupportedModelError, match="call="):
+    with pytest.raises(UnsupportedModelError, match="argument call states"):
         sd_lowvram.plan(pipe, vram="1GB", **asked)
     plenty = sd_lowvram.plan(pipe, vram="1GB", call=call, **asked)
     assert [stage.name for stage in plenty.stages] == ["denoise", "decode"]
     for vram in (f"{plenty.minimum_vram_bytes} B", "1GB"):
         plan = sd_lowvram.optimize(pipe, vram=vram, call=call, **asked)
         with sd_lowvram.measured(pipe) as run:
-            assert (made() - expected).abs().max() <= (0 if plan.fidelity.name == "BITWISE" else 1e-5)
+            assert (made() - expected).abs().max() <= (0 if plan.fidelity is Fidelity.BITWISE else 1e-5)
         assert within(plan, run)
 
 
@@ -115,7 +117,7 @@ def test_a_model_that_reads_values_is_refused_with_the_remedy() -> None:
             self.early.forward = self._forward  # type: ignore[method-assign]
 
         def _forward(self, noisy: Tensor, time: Tensor, words: Tensor) -> Tensor:
-            return noisy if noisy.sum().item() > 0 else -noisy
+            return noisy if self.early.into(noisy).sum().item() > 0 else -noisy
 
     pipe = Reads()
     with pytest.raises(UnsupportedModelError, match="reads values") as error:
@@ -126,9 +128,9 @@ def test_a_model_that_reads_values_is_refused_with_the_remedy() -> None:
 
 
 def test_a_call_that_cannot_be_made_is_named() -> None:
-    with pytest.raises(BadInputError, match=r"TwoExperts cannot be called with call= of promt .*promt"):
+    with pytest.raises(BadInputError, match=r"TwoExperts cannot be called with the stated promt .*promt"):
         sd_lowvram.plan(TwoExperts(16), vram="1GB", device="cpu", call={"promt": "a"})
-    with pytest.raises(BadInputError, match="AutoencoderKL is not"):
+    with pytest.raises(BadInputError, match="AutoencoderKL is not one"):
         sd_lowvram.plan(TwoExperts(16).vae, vram="1GB", device="cpu", call={})
 
 

@@ -1,0 +1,138 @@
+"""Values of small tensors within a trace, for models that read some of their inputs: masks, lengths, ids.
+
+Fake tensors have no contents, so that ``mask.sum().item()`` fails on them. Here the operators that see only tensors of
+known values run on real copies too, and what is read of their results is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    storage_key,
+    tree_flatten,
+    tree_map,
+    without_modes,
+)
+from ..memory.fake_mode import active_fake_mode
+from ..memory.storage_refs import Deaths
+from ..models.support import reads_values
+from .fake_tensors import fake_of
+
+_MOST = 1 << 16
+"""Elements of the largest tensor whose values are known."""
+
+
+def call_with_values(values: list[Tensor | None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``original`` with fake tensors of which some values are known.
+
+    Args:
+        values: contents of the tensors among the arguments, in their order; None: unknown.
+        original: the function.
+        args, kwargs: its arguments.
+
+    Raises:
+        Exception: torch's DataDependentOutputException if another value is read.
+    """
+    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    mode = active_fake_mode(*tensors)
+    if mode is None:
+        return original(*args, **kwargs)
+    known = _Values(mode)
+    with without_modes():
+        copies = [None if value is None else value.contiguous().clone() for value in values]
+    for tensor, value in zip(tensors, copies, strict=True):
+        if value is not None:
+            known.note(tensor, value)
+    with known:
+        return original(*args, **kwargs)
+
+
+class _Values(TorchDispatchMode):
+    """Runs operators on known values, and on fake tensors in the modes below.
+
+    Values are those of storages, because torch makes new objects of views.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        self._values: dict[int, Tensor] = {}
+        self._deaths = Deaths(lambda key: self._values.pop(key, None))
+
+    def note(self, fake: Tensor, real: Tensor) -> None:
+        """Record that ``fake`` has the values of ``real``, a small tensor of the same strides."""
+        self._deaths.look()
+        if storage_key(fake) not in self._values and real.numel() <= _MOST:
+            self._values[self._deaths.watch(fake.untyped_storage())] = real
+
+    def known(self, tensor: Tensor) -> Tensor | None:
+        """Values of a tensor; a real one has its own."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor if tensor.numel() <= _MOST and not tensor.is_meta else None
+        self._deaths.look()
+        whole = self._values.get(storage_key(tensor))
+        if whole is None or whole.dtype != tensor.dtype:
+            return None
+        place = tensor.size(), tensor.stride(), tensor.storage_offset()
+        last = sum((side - 1) * step for side, step in zip(*place[:2], strict=True)) + place[2]
+        beyond = tensor.numel() and (last + 1) * tensor.element_size() > whole.untyped_storage().nbytes()
+        return None if beyond else whole.as_strided(*place)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        with without_modes():
+            values = [self.known(leaf) for leaf in leaves]
+        writes = func._schema.is_mutable and not (leaves and isinstance(leaves[0], FakeTensor))
+        unknown = writes or torch.Tag.nondeterministic_seeded in func.tags
+        if unknown or not _is_small(args) or any(value is None for value in values):
+            if func._schema.is_mutable and leaves and isinstance(leaves[0], FakeTensor):
+                self._values.pop(storage_key(leaves[0]), None)
+            return func(*args, **kwargs)
+        real = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
+        with without_modes():
+            its_args, its_kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (args, _on_cpu(kwargs)))
+            try:
+                value = func(*its_args, **its_kwargs)
+            except Exception:  # it fails on fake tensors too, or is not for a CPU
+                return func(*args, **kwargs)
+        made = tree_flatten(value)[0]
+        if not any(isinstance(leaf, Tensor) for leaf in made):
+            return value
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if not reads_values(error):
+                raise
+            result = tree_map(self._fake, value)  # its shape depends on values
+        for fake, leaf in zip(tree_flatten(result)[0], made, strict=True):
+            if isinstance(fake, FakeTensor):
+                self.note(fake, leaf)
+        return result
+
+    def _fake(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with without_modes():
+            return fake_of(leaf, self._mode)
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
+
+
+def _is_small(args: tuple[Any, ...]) -> bool:
+    """False for a factory of a large tensor."""
+    for arg in args:
+        if isinstance(arg, (list, tuple)) and arg and all(type(side) is int for side in arg):
+            return math.prod(max(1, side) for side in arg) <= _MOST
+    return all(not isinstance(arg, (int, float)) or arg <= _MOST for arg in args[:2])
