@@ -134,5 +134,5 @@ def _is_small(args: tuple[Any, ...]) -> bool:
     """False for a factory of a large tensor."""
     for arg in args:
         if isinstance(arg, (list, tuple)) and arg and all(type(side) is int for side in arg):
-            return math.prod(max(1, side) for side in arg) <= _MOST
+            return bool(math.prod(max(1, side) for side in arg) <= _MOST)
     return all(not isinstance(arg, (int, float)) or arg <= _MOST for arg in args[:2])
