@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from ..compat.private import FakeTensor, tree_flatten
+from ..errors import BudgetError
 from ..memory.accounts import tracing
 from ..models.anatomy import Anatomy
 from ..models.calls import LatentsInCall, map_in_call
 from ..models.causal_autoencoder import FRAMES
 from ..models.recorded import Rehearsal, row_of
 from ..patches import Patch, wrap
+from ..units import format_size
 from .request import Request
 from .stages import scale_factor
 
@@ -63,7 +65,7 @@ def watch_calls(anatomy: Anatomy, record: Rehearsal, replan: Callable[[Rehearsal
     for name, component in anatomy.components.items():
         for entry in anatomy.entries[name]:
             alike = (row for row in record.rows if (row.component, row.path, row.method) == (name, "", entry))
-            most = max((row.given_bytes for row in alike), default=-1)
+            most = max((row.given_bytes for row in alike), default=0)
             yield wrap(component, entry, _CallWatch(name, component, entry, record, most, replan), "size watch")
 
 
@@ -84,8 +86,14 @@ class _CallWatch:
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes in self.seen or tracing():
             return original(*args, **kwargs)
-        if sum(tensor.nbytes for tensor in tensors) > self.most:
-            self.replan(self.record.with_larger(row_of(self.name, "", self.entry, None, args, kwargs)))
+        given = sum(tensor.nbytes for tensor in tensors)
+        if given > self.most:
+            try:
+                self.replan(self.record.with_larger(row_of(self.name, "", self.entry, None, args, kwargs)))
+            except BudgetError as error:
+                more = f"{self.name} is called with {format_size(given)}, more than planned ({format_size(self.most)})"
+                error.args = (f"{more}: {error}",)
+                raise
             return getattr(self.component, self.entry)(*args, **kwargs)
         self.seen.add(shapes)
         return original(*args, **kwargs)

@@ -79,7 +79,7 @@ def test_a_larger_picture_than_planned_is_planned_anew() -> None:
     pipe = TwoExperts(32)
     least = sd_lowvram.plan(pipe, vram="1GB", width=256, height=256, device="cpu", call=CALL).minimum_vram_bytes
     plan = sd_lowvram.optimize(pipe, vram=f"{least} B", width=64, height=64, device="cpu", call=CALL)
-    with pytest.raises(BudgetError):
+    with pytest.raises(BudgetError, match=r"^early is called with .*, more than planned .*: "):
         picture(pipe, width=1024, height=1024)
     assert torch.equal(picture(pipe), picture(TwoExperts(32)))  # what was planned still runs
     sd_lowvram.optimize(pipe, vram="1GB", width=64, height=64, device="cpu", call=CALL)
