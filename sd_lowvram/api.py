@@ -425,14 +425,15 @@ def _anatomy(
         BadInputError: the stated call cannot be rehearsed.
         UnsupportedModelError: no family is known, and the target cannot be called with size and steps alone.
     """
-    refusal = None
+    refusal, scale = None, ("guidance_scale", 1.0)
     try:
         anatomy = anatomy_of(target, settings)
         if call is None and anatomy.family.known:
             return anatomy
+        scale = anatomy.family.guidance_scale, float(anatomy.family.guides_above)
     except UnsupportedModelError as error:
         refusal = error
-    record = _rehearsal(target, run, guided, call)
+    record = _rehearsal(target, run, None if guided else scale, call)
     if record is not None:
         return anatomy_of(target, settings, record)
     if refusal is not None:
@@ -440,7 +441,7 @@ def _anatomy(
     return anatomy
 
 
-def _rehearsal(target: Any, run: RunOptions, guided: bool, call: Mapping[str, Any] | None) -> Rehearsal | None:
+def _rehearsal(target: Any, run: RunOptions, scale: Any, call: Mapping[str, Any] | None) -> Rehearsal | None:
     """The record of the target's own call; None if it has none, or cannot be called with what is stated of the run."""
     if isinstance(target, nn.Module) or not isinstance(getattr(target, "components", None), dict):
         if call is None:
@@ -448,7 +449,7 @@ def _rehearsal(target: Any, run: RunOptions, guided: bool, call: Mapping[str, An
         raise BadInputError(f"a stated call is for pipelines, and {type(target).__name__} is not one: leave it out")
     size = run.get("width"), run.get("height"), run.get("batch", 1), run.get("steps", DEFAULT_STEPS)
     try:
-        record = rehearse(target, **filled(target, call or {}, *size, guided))
+        record = rehearse(target, **filled(target, call or {}, *size, scale))
     except Exception as error:
         if call is None:
             return None

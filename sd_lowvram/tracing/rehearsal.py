@@ -90,7 +90,7 @@ def _repeated(full: Counter[str], fewer: Counter[str]) -> set[str]:
 
 
 def filled(
-    pipe: Any, call: Mapping[str, Any], width: int | None, height: int | None, batch: int, steps: int, guided: bool
+    pipe: Any, call: Mapping[str, Any], width: int | None, height: int | None, batch: int, steps: int, scale: Any
 ) -> dict[str, Any]:
     """Return ``call`` with what the signature of ``pipe`` takes of a picture's size, number, steps and guidance.
 
@@ -100,13 +100,12 @@ def filled(
         width, height: of the picture in pixels; None: the pipeline's own.
         batch: pictures at a time.
         steps: denoising steps.
-        guided: False to turn guidance off.
+        scale: name and value of the guidance scale; None: the pipeline's own.
     """
     takes = _parameters(pipe)
     said: dict[str, Any] = {"width": width, "height": height, _STEPS: steps, "output_type": "pt"}
     said |= dict.fromkeys(_COUNT, batch)
-    if not guided:
-        said["guidance_scale"] = 1.0
+    said |= [scale] if scale else []
     words = takes["max_sequence_length"].default if "max_sequence_length" in takes else 1
     if not any(name.startswith("prompt") for name in call):
         said["prompt"] = "a " * (words if isinstance(words, int) else 1)
