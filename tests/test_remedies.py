@@ -396,6 +396,8 @@ ELSEWHERE = {
     "Load the model in a wider type": "commands/test_resume.py",
     "weights are not streamed to": "devices/test_device_support.py",
     "holds no model": "models/test_support.py",
+    "a stated call is for pipelines": "planning/test_rehearsed_plans.py",
+    "is planned whole when the argument call states": "planning/test_rehearsed_plans.py",
 }
 """What other files' tests carry out, or other words here."""
 

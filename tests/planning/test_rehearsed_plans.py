@@ -132,6 +132,8 @@ def test_a_call_that_cannot_be_made_is_named() -> None:
         sd_lowvram.plan(TwoExperts(16), vram="1GB", device="cpu", call={"promt": "a"})
     with pytest.raises(BadInputError, match="AutoencoderKL is not one"):
         sd_lowvram.plan(TwoExperts(16).vae, vram="1GB", device="cpu", call={})
+    assert sd_lowvram.plan(TwoExperts(16).vae, vram="1GB", device="cpu").fits
+    assert sd_lowvram.plan(TwoExperts(16), vram="1GB", device="cpu", call={"prompt": "a"}).fits
 
 
 KNOWN = ["sd15", "sdxl", "sd3", "flux", "z_image"]
