@@ -22,6 +22,7 @@ from ..kernels.cpu_convolutions import convolve_like_whole, is_float32_on_cpu, u
 from ..models.anatomy import layer
 from ..models.causal_autoencoder import CausalConv, CausalResidual, CausalStep, Enlarge, Level, Reduce
 from ..patches import Answered
+from .pieces.maps import Halo
 
 _ROWS = 3
 """The dimension of rows in maps (N, C, frames, H, W)."""
@@ -121,59 +122,48 @@ class _InTurn:
         return torch.cat(results, _ROWS) if results else None
 
 
-class _Waiting:
-    """Rows of each chunk that are looked at again when the next strip comes."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, Tensor] = {}
-
-    def with_new(self, x: Tensor | None, turn: Turn) -> Tensor | None:
-        before = self._rows.pop(turn.chunk, None)
-        if x is None or before is None:
-            return before if x is None else x
-        return torch.cat([before, x], _ROWS)
-
-    def keep(self, rows: Tensor, turn: Turn) -> None:
-        if not turn.last and rows.shape[_ROWS]:
-            self._rows[turn.chunk] = rows.clone()
+def _keep(halo: Halo, rows: Tensor, turn: Turn) -> None:
+    """Store the rows of a chunk that are read again, if another strip comes."""
+    if not turn.last:
+        halo.keep(rows, turn.chunk)
 
 
 class _Neighbours:
     """Rows of a map with their neighbours above and below, as they come."""
 
     def __init__(self) -> None:
-        self._waiting = _Waiting()
+        self._halo = Halo(_ROWS)
         self._begun: set[int] = set()
 
     def __call__(self, x: Tensor | None, turn: Turn) -> tuple[Tensor, bool] | None:
         """Rows of which the first and the last are neighbours, except at the map's edges, and whether they begin it."""
-        rows = self._waiting.with_new(x, turn)
+        rows = self._halo.join(x, turn.chunk)
         if rows is None or (x is None and not turn.last):
             if rows is not None:
-                self._waiting.keep(rows, turn)
+                _keep(self._halo, rows, turn)
             return None
         top = turn.chunk not in self._begun
         if rows.shape[_ROWS] - 2 + top + turn.last < 1:
-            self._waiting.keep(rows, turn)
+            _keep(self._halo, rows, turn)
             return None
         self._begun.add(turn.chunk)
-        self._waiting.keep(rows[:, :, :, -2:], turn)
+        _keep(self._halo, rows[:, :, :, -2:], turn)
         return rows, top
 
 
-class _Before:
+class _Before(Halo):
     """The last frames of a strip, for its next chunk."""
 
     def __init__(self, most: int = 2) -> None:
+        super().__init__(2)
         self._most = most
-        self._frames: dict[tuple[int, ...], Tensor] = {}
 
     def then(self, x: Tensor, turn: Turn, first: int = 0) -> Tensor | None:
         """Return the frames before ``x`` and store those of ``x``, from the chunk ``first`` on; None before that."""
-        before = self._frames.pop(turn.piece, None)
+        before = self.take(turn.piece)
         if not turn.last_chunk and turn.chunk >= first:
             frames = x if before is None else torch.cat([before, x], 2)
-            self._frames[turn.piece] = frames[:, :, -self._most :].clone()
+            self.keep(frames[:, :, -self._most :], turn.piece)
         return before
 
 
@@ -274,16 +264,16 @@ class _Reducing:
     def __init__(self, step: Reduce, height: int, width: int) -> None:
         self._step = step
         self._size = height, width
-        self._waiting = _Waiting()
+        self._halo = Halo(_ROWS)
         self._before = _Before(1)
 
     def __call__(self, x: Tensor | None, turn: Turn) -> Tensor | None:
-        rows = self._waiting.with_new(x, turn)
+        rows = self._halo.join(x, turn.chunk)
         if rows is None:
             return None
         below = int(turn.last)
         count = max(0, (rows.shape[_ROWS] + below - 1) // 2)
-        self._waiting.keep(rows[:, :, :, 2 * count :], turn)
+        _keep(self._halo, rows[:, :, :, 2 * count :], turn)
         if not count:
             return None
         height, width = self._size
@@ -318,13 +308,13 @@ class _Beside:
         self._layers = layers
         self._shortcut = shortcut
         self._scale = scale
-        self._waiting = _Waiting()
+        self._halo = Halo(_ROWS)
 
     def __call__(self, x: Tensor | None, turn: Turn) -> Tensor | None:
-        rows = self._waiting.with_new(x, turn)
+        rows = self._halo.join(x, turn.chunk)
         result = self._layers(x, turn)
         if rows is None:
             return result
         passed = 0 if result is None else round(result.shape[_ROWS] / self._scale)
-        self._waiting.keep(rows[:, :, :, passed:], turn)
+        _keep(self._halo, rows[:, :, :, passed:], turn)
         return None if result is None else result.add_(self._shortcut(rows[:, :, :, :passed], turn.chunk == 0))

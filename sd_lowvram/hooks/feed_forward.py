@@ -18,7 +18,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .offers import Offer, OfferKind, Target
-from .strips import assemble, spans
+from .pieces.strips import assemble, equal_spans
 
 FEWEST_TOKENS = 256
 """Fewest rows of a chunk: with fewer, a matrix product is slow."""
@@ -57,7 +57,7 @@ def offers(target: Target) -> Iterator[Offer]:
 def _run_in_chunks(
     module: nn.Module, chunks: int, original: Callable[..., Tensor], tokens: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    pieces = spans(tokens.shape[-2], chunks, FEWEST_TOKENS)
+    pieces = equal_spans(tokens.shape[-2], chunks, FEWEST_TOKENS)
     if len(pieces) == 1 or needs_graph(module, tokens):
         return original(tokens, *args, **kwargs)
     return assemble(lambda start, stop: original(tokens[..., start:stop, :], *args, **kwargs), pieces, -2, tokens)

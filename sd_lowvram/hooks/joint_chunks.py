@@ -26,7 +26,7 @@ from ..patches import set_patch, wrap
 from ..streaming.weight_scopes import hold_weights
 from ..weights import needs_graph, placed
 from .feed_forward import FEWEST_TOKENS
-from .strips import spans
+from .pieces.strips import equal_spans
 
 Keys = tuple[Tensor, Tensor]
 """Keys and values (N, heads, tokens, width)."""
@@ -53,7 +53,7 @@ def run_in_chunks(
         The same as ``original(*args, **kwargs)``, up to rounding.
     """
     parts, arguments = look(block), given_by_name(block, args, kwargs)
-    pieces = spans(arguments[parts.picture].shape[1], chunks, FEWEST_TOKENS) if parts is not None else []
+    pieces = equal_spans(arguments[parts.picture].shape[1], chunks, FEWEST_TOKENS) if parts is not None else []
     if parts is None or len(pieces) < 2 or not parts.is_plain(arguments) or needs_graph(block, args, kwargs):
         return original(*args, **kwargs)
     texts = parts.texts(arguments)

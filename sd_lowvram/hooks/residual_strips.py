@@ -30,7 +30,9 @@ from ..streaming.weight_scopes import hold_weights
 from ..weights import needs_graph
 from .arguments import time_and_more
 from .offers import Offer, OfferKind, Target
-from .strips import Span, Statistics, assemble, spans
+from .pieces.maps import Map, Overwritten
+from .pieces.operations import first_half, run_strip, second_half
+from .pieces.strips import Span, Statistics, assemble, equal_spans
 
 FEWEST_ROWS = 8
 """Fewest rows of a strip; two more are computed for the halo."""
@@ -82,47 +84,52 @@ def _run_in_strips(
     **kw: Any,
 ) -> Tensor:
     time, *more = time_and_more(args, kw)
-    pieces = spans(x.shape[2], strips, FEWEST_ROWS)
+    pieces = equal_spans(x.shape[2], strips, FEWEST_ROWS)
     parts = None if len(pieces) == 1 or needs_graph(block, x, time) else look(block, *more)
     if parts is None:
         return original(x, *args, **kw)
     before = Statistics(parts.norm1)
     for start, stop in representative_pieces(pieces, x):
         before.add(x.narrow(2, start, stop - start))
-    shift = parts.shift(time)
-    hidden, after = _first_half(parts, x, shift, pieces, before)
-    return _second_half(parts, x, hidden, pieces, after)
+    hidden, after = _first_pass(parts, x, parts.shift(time), pieces, before)
+    return _second_pass(parts, x, hidden, pieces, after)
 
 
-def _first_half(
+def _first_pass(
     block: Residual, x: Tensor, shift: Tensor | None, pieces: list[Span], before: Statistics
 ) -> tuple[Tensor, Statistics]:
     """Return conv1(act(norm1(x))) + shift as a new map (N, C, H, W), and the statistics of its norm2."""
-    after = Statistics(block.norm2)
-    rows, facts = _Rows(x, block.conv1), _map_facts(block, block.conv1, x, before, pieces)
+    after, wraps = Statistics(block.norm2), _wraps(block.conv1)
+    half = first_half(block, shift, *_map_facts(block, block.conv1, x, before, pieces))
 
     def strip(start: int, stop: int) -> Tensor:
-        part = _convolve(block, block.conv1, rows, before, start, stop, facts)
-        part = part if shift is None else part + shift.to(part.dtype)
+        part = run_strip([half], [before], (Map(x), None), (start, stop), wraps, of_hidden=True)
         after.add(part)
         return part
 
     return assemble(strip, pieces, 2, x), after
 
 
-def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span], after: Statistics) -> Tensor:
+def _second_pass(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span], after: Statistics) -> Tensor:
     """Return (shortcut(x) + conv2(act(norm2(hidden)))) / scale. It overwrites ``hidden`` if both have one type and
     width.
     """
-    rows, facts = _Rows(hidden, block.conv2), _map_facts(block, block.conv2, hidden, after, pieces)
+    wraps = _wraps(block.conv2)
+    half = second_half(block, *_map_facts(block, block.conv2, hidden, after, pieces))
+    inside = Overwritten(Map(hidden), 1, wraps)
 
     def strip(start: int, stop: int) -> Tensor:
-        part = _convolve(block, block.conv2, rows, after, start, stop, facts)
-        straight = x.narrow(2, start, stop - start)
-        part = (straight if block.shortcut is None else block.shortcut(straight)) + part
-        return part if block.scale == 1 else part / block.scale
+        inside.written_to(start)
+        part = run_strip([half], [after], (Map(x), inside), (start, stop), wraps)
+        inside.keep(slice(start, stop))
+        return part
 
     return assemble(strip, pieces, 2, x, out=hidden)
+
+
+def _wraps(conv: nn.Module) -> bool:
+    """True if the map's last row borders on its first."""
+    return bool(layer(conv).padding_mode == "circular")
 
 
 def _map_facts(
@@ -135,46 +142,3 @@ def _map_facts(
     with hold_weights():
         cut = (image.narrow(2, start, stop - start) for start, stop in representative_pieces(pieces, image))
         return (inner.over_map(block.act(statistics.normalised(strip)) for strip in cut),)
-
-
-def _convolve(
-    block: Residual,
-    conv: nn.Module,
-    rows: _Rows,
-    statistics: Statistics,
-    start: int,
-    stop: int,
-    facts: tuple[Tensor, ...],
-) -> Tensor:
-    """Rows ``start`` to ``stop`` of conv(act(norm(map)))."""
-    strip, above = rows.with_halo(start, stop)
-    strip = statistics.normalised(strip)
-    convolved: Tensor = conv(block.act(strip), *facts)
-    return convolved.narrow(2, above, stop - start)
-
-
-class _Rows:
-    """Strips of a map with a row of halo above and below, read from top to bottom.
-
-    The map may be overwritten behind the strip that is being computed: the row above the next strip is copied before.
-    """
-
-    def __init__(self, image: Tensor, conv: nn.Module) -> None:
-        self._image = image
-        self._around = layer(conv).padding_mode == "circular"
-        self._first = image[:, :, :1].clone() if self._around else None
-        self._above = image[:, :, -1:] if self._around else None
-
-    def with_halo(self, start: int, stop: int) -> tuple[Tensor, int]:
-        """Return rows ``start`` to ``stop`` with one more on each side, and the number of rows added above.
-
-        At the map's edges no row is added, because the convolution pads there itself; with circular padding the row of
-        the opposite edge is added.
-        """
-        height = self._image.shape[2]
-        above = self._image[:, :, max(0, start - 1) : start] if self._above is None else self._above
-        pieces = [above, self._image[:, :, start : min(stop + 1, height)]]
-        if stop == height and self._first is not None:
-            pieces.append(self._first)
-        self._above = self._image[:, :, stop - 1 : stop].clone()
-        return torch.cat(pieces, 2), above.shape[2]

@@ -26,7 +26,7 @@ from ..weights import needs_graph
 from . import joint_chunks
 from .feed_forward import FEWEST_TOKENS
 from .offers import Offer, OfferKind, Target
-from .strips import Span, assemble, spans
+from .pieces.strips import Span, assemble, equal_spans
 
 
 def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -70,7 +70,7 @@ def _run_in_chunks(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    pieces = spans(tokens.shape[1], chunks, FEWEST_TOKENS)
+    pieces = equal_spans(tokens.shape[1], chunks, FEWEST_TOKENS)
     whole = len(pieces) == 1 or needs_graph(block, tokens, args, kwargs) or _merges(block)
     parts = None if whole else look(block, *args, **kwargs)
     if parts is None:

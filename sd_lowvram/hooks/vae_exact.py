@@ -40,12 +40,12 @@ from ..streaming.weight_scopes import hold_weights
 from ..units import MIB
 from ..weights import needs_graph, placed, room
 from .fused_kernels import in_autoencoder
-from .maps import AnyMap, Given, Map, Strip, load, spans
 from .offers import Offer, OfferKind, Target
 from .overflow import OverflowCheck, is_finite, piece
-from .strips import Statistics
+from .pieces.maps import AnyMap, Given, Map, Overwritten
+from .pieces.operations import Operation, first_half, needed_rows, operations_of, run_strip, second_half
+from .pieces.strips import Statistics, even_spans
 from .vae_causal import causal_patches
-from .vae_operations import Operation, first_half, needed_rows, operations_of, second_half
 
 _MOST_STRIP_BYTES = 16 * MIB
 _STRIPS_A_MAP = {4: 16, 2: 24}  # half types pass through float32 where they are normalised
@@ -176,39 +176,6 @@ def _check(stage: str, x: Tensor) -> None:
         raise NotFiniteError(f"{stage}: its input has NaN or infinity")
 
 
-class _Overwritten:
-    """A map that is read with a halo while strips are written over it; the old contents of the last rows are stored."""
-
-    def __init__(self, over: AnyMap, halo: int) -> None:
-        self._map, self._halo, self._written = over, halo, 0
-        self.shape = over.shape
-        self._kept: Tensor | None = None
-
-    def written_to(self, row: int) -> None:
-        """Note that all rows above ``row`` were written, including strips that a trace left out."""
-        self._written = row
-
-    def load(self, rows: slice) -> Tensor:
-        if rows.start >= self._written or self._kept is None:
-            return self._map.load(rows)
-        old = self._kept[:, :, self._kept.shape[2] - (self._written - rows.start) :]
-        later = slice(self._written, rows.stop)
-        return torch.cat([old, self._map.load(later)], dim=2) if rows.stop > self._written else old
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._map.dtype
-
-    def convert(self, dtype: torch.dtype) -> None:
-        self._map.convert(dtype)
-        self._kept = None if self._kept is None else self._kept.to(dtype)
-
-    def store(self, rows: slice, strip: Tensor) -> None:
-        self._kept = self.load(slice(max(0, rows.stop - self._halo), rows.stop)).clone()
-        self._written = rows.stop
-        self._map.store(rows, strip)
-
-
 class _StripPass:
     """A pass of a map through the steps."""
 
@@ -302,16 +269,21 @@ class _StripPass:
         readers: list[Any] = [x, hidden]
         if sink is not None and sink in (x, hidden):
             place = 0 if sink is x else 1
-            sink = readers[place] = _Overwritten(sink, halo)
+            sink = readers[place] = Overwritten(sink, halo)
         norms = [operation.norm for operation in operations] + [gathered.norm if gathered else None]
         channels = max([x.shape[1], *(norm.num_channels for norm in norms if norm is not None)])
         row_bytes = int(x.shape[0] * channels * width * self.itemsize * max(1, resize**-2))
         rows = max(1, self.strip_bytes // row_bytes)
-        cuts = list(spans(height, max(rows, min(halo, height)) if len(operations) > 2 else rows))
+        cuts = list(even_spans(height, max(rows, min(halo, height)) if len(operations) > 2 else rows))
         final = sink == "held"
-        compute = functools.partial(self._strip, readers, operations, statistics, of_hidden)
+
+        def compute(start: int, stop: int, wide: bool) -> Tensor:
+            return run_strip(
+                operations, statistics, (readers[0], readers[1]), (start, stop), self.wraps, of_hidden, wide
+            )
+
         for number, (start, stop) in self._each(cuts, operations):
-            if isinstance(sink, _Overwritten):
+            if isinstance(sink, Overwritten):
                 sink.written_to(start)
             part = self.watch.rows(compute, start, stop, final)
             if isinstance(sink, str):
@@ -322,33 +294,7 @@ class _StripPass:
                 _store(sink, slice(start, stop), part)
             del part
             self._report((number + 1) / len(cuts))
-        return sink._map if isinstance(sink, _Overwritten) else sink
-
-    def _strip(
-        self,
-        readers: list[Any],
-        operations: list[Operation],
-        statistics: list[Statistics | None],
-        of_hidden: bool,
-        start: int,
-        stop: int,
-        wide: bool,
-    ) -> Tensor:
-        """Rows ``start`` to ``stop`` of what ``operations`` make of ``readers``; ``wide``: in float32."""
-        first, last = needed_rows(start, stop, operations)
-        x, hidden = readers
-        height = x.shape[2]
-        if not self.wraps:
-            first, last = max(0, first), min(height, last)
-        inside = load(hidden, first, last, self.wraps) if hidden is not None else None
-        strip = Strip(load(x, first, last, self.wraps), first, height, self.wraps, inside)
-        del inside
-        if wide:
-            strip.widen()
-        for operation, statistic in zip(operations, statistics, strict=True):
-            strip = operation.run(strip, statistic)
-        result = strip.hidden if of_hidden and strip.hidden is not None else strip.x
-        return result[:, :, start - strip.start : stop - strip.start]
+        return sink.map if isinstance(sink, Overwritten) else sink
 
     @hold_weights()
     def _attention(
@@ -358,7 +304,7 @@ class _StripPass:
         assert statistics is not None
         count, channels, height, width = x.shape
         rows = max(1, self.strip_bytes // (count * channels * width * self.itemsize))
-        cuts = list(spans(height, rows))
+        cuts = list(even_spans(height, rows))
         held = self.watch.whole(functools.partial(self._keys_and_values, x, statistics, step, rows))
         compute = functools.partial(self._mix, x, statistics, step, held)
         gathered = Statistics(after, self.fused) if after is not None else None
@@ -379,7 +325,7 @@ class _StripPass:
         bfloat16.
         """
         _, _, height, width = x.shape
-        cuts = list(spans(height, piece(0, rows) if wide else rows))
+        cuts = list(even_spans(height, piece(0, rows) if wide else rows))
         keys: Tensor | None = None
         values: Tensor | None = None
         for _, (start, stop) in self._each(cuts):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConflictError
-from ..hooks.strips import Span, assemble, spans
+from ..hooks.pieces.strips import Span, assemble, equal_spans
 from ..streaming.weight_scopes import hold_weights
 
 POOLED = 8
@@ -85,7 +85,7 @@ class RegionalAttention(nn.Module):
         height, width = self.sides(tokens.shape[1])
         sizes = region_sizes(height, self.side)
         edges = [width * row for row in (0, *itertools.accumulate(sizes))]
-        bands = {(edges[first], edges[last]): sizes[first:last] for first, last in spans(len(sizes), chunks, 1)}
+        bands = {(edges[first], edges[last]): sizes[first:last] for first, last in equal_spans(len(sizes), chunks, 1)}
         with hold_weights():
             pooled = _pool(norm, tokens, height, width)
             keys, values = self.to_k(pooled), self.to_v(pooled)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sd_lowvram.devices.calibration import Operators
 from sd_lowvram.hooks import residual_strips as hook
 from sd_lowvram.hooks.offloaded_tensor import OffloadedMap
-from sd_lowvram.hooks.strips import Statistics, assemble, spans
+from sd_lowvram.hooks.pieces.strips import Statistics, assemble, equal_spans
 from sd_lowvram.memory import current_account
 from sd_lowvram.memory.repeats import representative_pieces, standing_for, times
 from sd_lowvram.models.diffusers import residual
@@ -27,7 +27,7 @@ from sd_lowvram.streaming.weight_scopes import hold_weights, lend_to_call
 
 @given(total=st.integers(1, 300), pieces=st.integers(1, 40), least=st.integers(1, 50))
 def test_spans_cover_all_once(total: int, pieces: int, least: int) -> None:
-    found = spans(total, pieces, least)
+    found = equal_spans(total, pieces, least)
     assert [row for span in found for row in range(*span)] == list(range(total))
     assert len(found) <= pieces
     sizes = [stop - start for start, stop in found]
@@ -39,7 +39,7 @@ def test_spans_cover_all_once(total: int, pieces: int, least: int) -> None:
 def computing_as(device: str) -> Iterator[None]:
     """Take the statistics of a strip by the operators that ``device`` gets."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sd_lowvram.hooks.strips.is_on_cpu", lambda _: device == "cpu")
+        patch.setattr("sd_lowvram.hooks.pieces.strips.is_on_cpu", lambda _: device == "cpu")
         yield
 
 
@@ -149,7 +149,7 @@ def test_other_residual_blocks_are_left_alone() -> None:
 
 
 def test_pieces_of_fakes_stand_for_each_other() -> None:
-    pieces = spans(100, 7, 1)
+    pieces = equal_spans(100, 7, 1)
     seen = 0
 
     for _ in representative_pieces(pieces, torch.empty(1)):

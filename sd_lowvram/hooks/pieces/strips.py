@@ -6,23 +6,23 @@ Source: exact tiles: group statistics are summed strip by strip and merged as in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.cpu_convolutions import is_on_cpu
-from ..kernels.triton.support import takes
-from ..memory.repeats import representative_pieces
-from ..patches import Answered
-from ..streaming.weight_scopes import hold_weights
-from ..weights import placed
+from ...kernels.cpu_convolutions import is_on_cpu
+from ...kernels.triton.support import takes
+from ...memory.repeats import representative_pieces
+from ...patches import Answered
+from ...streaming.weight_scopes import hold_weights
+from ...weights import placed
 
 Span = tuple[int, int]
 
 
-def spans(total: int, pieces: int, least: int) -> list[Span]:
+def equal_spans(total: int, pieces: int, least: int) -> list[Span]:
     """Start and stop of at most ``pieces`` equal pieces of ``total``; only the last may be smaller than ``least``.
 
     Piece size grows with the total, so that peak memory is monotonic in image size.
@@ -37,6 +37,21 @@ def spans(total: int, pieces: int, least: int) -> list[Span]:
     """
     size = max(least, -(-total // pieces))
     return [(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def even_spans(total: int, size: int) -> Iterator[Span]:
+    """Yield start and stop of pieces of about ``size``, all of nearly the same size: memory for one is given.
+
+    Args:
+        total: length to divide.
+        size: length of a piece, about.
+
+    Yields:
+        (start, stop) of each piece, in order.
+    """
+    count = -(-total // max(1, min(size, total)))
+    for number in range(count):
+        yield total * number // count, total * (number + 1) // count
 
 
 def assemble(
@@ -123,8 +138,10 @@ class Statistics:
         """
         return self._by_the_layer(strip)
 
-    def activated(self, strip: Tensor) -> Tensor:
-        """SiLU of the normalised rows; a new tensor."""
+    def activated(self, strip: Tensor, act: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+        """The activation, SiLU or another one, of the normalised rows; a new tensor."""
+        if act is not F.silu:
+            return act(self.normalised(strip))
         if self._fused and takes(strip):
             return self._by_the_layer(strip, silu=True)
         return F.silu(self.normalised(strip), inplace=True)
@@ -146,7 +163,7 @@ class Statistics:
         """torch's, with the statistics of the whole map."""
         scale, shift = self.affine(input.shape[1], weight, bias, eps)
         if silu:
-            from ..kernels.triton.strip import activated_strip
+            from ...kernels.triton.strip import activated_strip
 
             return activated_strip(input, scale, shift)
         return torch.mul(input, scale).add_(shift).to(input.dtype)

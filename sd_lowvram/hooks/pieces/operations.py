@@ -1,4 +1,4 @@
-"""Operations on a strip of a map in an autoencoder: each step is one operation, a residual block two halves.
+"""Operations on a strip of a map: a step of an autoencoder is one operation, a residual block of any model two halves.
 
 The map may be stored between any two operations; otherwise the strip carries the rows that are still needed.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from ..models.anatomy import Residual
-from ..models.autoencoder import Conv, Downsample, Step, Upsample
-from .maps import Strip
+from ...models.anatomy import Residual
+from ...models.autoencoder import Conv, Downsample, Step, Upsample
+from .maps import AnyMap, Overwritten, Strip, load
 from .strips import Statistics
 
 
@@ -54,24 +55,36 @@ def _convolution(step: Conv) -> Operation:
     return Operation(run, step.norm)
 
 
-def first_half(block: Residual) -> Operation:
-    """Operation conv1(silu(norm1(x))) of a residual block, which also crops x."""
+def first_half(block: Residual, shift: Tensor | None = None, *facts: Tensor) -> Operation:
+    """Operation conv1(act(norm1(x))) + shift of a residual block, which also crops x.
+
+    Args:
+        block: the block.
+        shift: (N, C, 1, 1) that time adds; None: nothing.
+        facts: further arguments of the convolution.
+    """
 
     def run(strip: Strip, statistics: Statistics | None) -> Strip:
         assert statistics is not None
-        hidden = strip.convolve(block.conv1, statistics.activated(strip.x))
+        hidden = strip.convolve(block.conv1, statistics.activated(strip.x, block.act), *facts)
+        hidden = hidden if shift is None else hidden + shift.to(hidden.dtype)
         return strip.shrunk(strip.inner(strip.x), hidden)
 
     return Operation(run, block.norm1)
 
 
-def second_half(block: Residual) -> Operation:
-    """Operation (shortcut(x) + conv2(silu(norm2(hidden)))) / scale of a residual block."""
+def second_half(block: Residual, *facts: Tensor) -> Operation:
+    """Operation (shortcut(x) + conv2(act(norm2(hidden)))) / scale of a residual block.
+
+    Args:
+        block: the block.
+        facts: further arguments of the convolution.
+    """
 
     def run(strip: Strip, statistics: Statistics | None) -> Strip:
         assert statistics is not None and strip.hidden is not None
         hidden, strip.hidden = strip.hidden, None
-        result = strip.convolve(block.conv2, statistics.activated(hidden))
+        result = strip.convolve(block.conv2, statistics.activated(hidden, block.act), *facts)
         del hidden
         return strip.shrunk(_join(block, strip.inner(strip.x), result))
 
@@ -80,7 +93,8 @@ def second_half(block: Residual) -> Operation:
 
 def _join(block: Residual, x: Tensor, result: Tensor) -> Tensor:
     shortcut = x if block.shortcut is None else block.shortcut(x)
-    result = result.add_(shortcut)
+    wide = torch.result_type(result, shortcut) != result.dtype
+    result = result + shortcut if wide else result.add_(shortcut)
     return result if block.scale == 1.0 else result.div_(block.scale)
 
 
@@ -122,3 +136,40 @@ def needed_rows(start: int, stop: int, operations: Sequence[Operation]) -> tuple
     for operation in reversed(operations):
         start, stop = operation.needs(start, stop)
     return start, stop
+
+
+def run_strip(
+    operations: Sequence[Operation],
+    statistics: Sequence[Statistics | None],
+    maps: tuple[AnyMap | Overwritten, AnyMap | Overwritten | None],
+    rows: tuple[int, int],
+    wraps: bool,
+    of_hidden: bool = False,
+    wide: bool = False,
+) -> Tensor:
+    """Return ``rows`` (start, stop) of the result of ``operations``.
+
+    Args:
+        operations: in order.
+        statistics: of each operation's normalisation.
+        maps: the input, and the map inside a residual block whose first half has run; None if it has not.
+        rows: start and stop.
+        wraps: as in :func:`.maps.load`.
+        of_hidden: return the rows inside the residual block whose first half comes last.
+        wide: convert the rows to float32 first.
+    """
+    start, stop = rows
+    first, last = needed_rows(start, stop, operations)
+    x, hidden = maps
+    height = x.shape[2]
+    if not wraps:
+        first, last = max(0, first), min(height, last)
+    inside = load(hidden, first, last, wraps) if hidden is not None else None
+    strip = Strip(load(x, first, last, wraps), first, height, wraps, inside)
+    del inside
+    if wide:
+        strip.widen()
+    for operation, statistic in zip(operations, statistics, strict=True):
+        strip = operation.run(strip, statistic)
+    result = strip.hidden if of_hidden and strip.hidden is not None else strip.x
+    return result[:, :, start - strip.start : stop - strip.start]
