@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..sd_lowvram.planning.memory_profile import budget_passed
 from ..sd_lowvram.planning.plan import Plan, StagePlan
 from ..sd_lowvram.settings import knobs
 from ..sd_lowvram.units import GIB, MIB, format_size, format_time
@@ -151,7 +152,7 @@ def report_text(record: PlanRecord) -> str:
     lines = [
         verdict(record),
         f"{_sampled(record)}, batch {request.batch}, budget {format_size(request.vram)}",
-        f"{'':<9}{'peak':>10}{'measured':>10}{'weights':>10}{'loaded':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
+        f"{'':<9}{'allocated':>10}{'measured':>10}{'weights':>10}{'loaded':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
     ]
     for name, plan in record.plans.items():
         stage = stage_of(plan, name)
@@ -165,6 +166,7 @@ def report_text(record: PlanRecord) -> str:
         predicted = sum(record.step_calls) * _seconds_a_call(record)
         whole = f"{format_time(sum(record.step_seconds))} measured, {format_time(predicted)} predicted"
         lines.append(f"{len(record.step_seconds)} steps ran: {whole}")
+    lines += _reserved(record)
     if peaks and request.device.type == "cpu":
         both = (f"{name} {format_size(stage_of(plan, name).held_bytes)}" for name, plan in record.plans.items())
         lines.append(f"on a CPU, VRAM and RAM are the same memory, measured together: planned {', '.join(both)}")
@@ -175,6 +177,20 @@ def report_text(record: PlanRecord) -> str:
     if record.sites:
         lines.append("sites: " + ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())))
     return "\n".join([*lines, *record.notes])
+
+
+def _reserved(record: PlanRecord) -> Iterator[str]:
+    """A line for each stage whose reserved bytes were measured, next to its budget."""
+    for name, stages in record.measured.items():
+        reserved = max((stage.reserved_bytes for stage in stages), default=0)
+        plan = record.plans.get(name)
+        if not reserved or plan is None:
+            continue
+        whole = reserved + record.paged.get(name, 0)
+        held, budget = format_size(whole + plan.predicted.overhead_bytes), format_size(plan.request.vram)
+        yield f"{name}: {held} reserved with the driver's share, by all models of this process; budget {budget}"
+        if (passed := budget_passed(whole, plan)) is not None:
+            yield f"{name}: {passed}"
 
 
 def _seconds(seconds: float | None) -> str:

@@ -100,9 +100,14 @@ def print_result(result: dict[str, Any], as_json: bool, quiet: bool) -> None:
 
 
 def _peak(result: dict[str, Any]) -> str:
-    """The peak of the budget as planned, then as measured if the device reports it."""
+    """Bytes of the budget as planned, then as measured if the device reports them."""
     planned = peak_of_budget(result["plan"])
     host = result["plan"]["predicted"]["host_bytes"]
     ram = f", {format_size(host)} of RAM" if host else ""
     measured = result["measured"]
-    return f"{planned}{ram}" + (f" ({format_size(measured['peak_bytes'])} measured)" if measured else ", as planned")
+    if not measured:
+        return f"{planned}{ram}, as planned"
+    allocated, reserved = measured["peak_bytes"], measured["reserved_bytes"]
+    whole = reserved + result["plan"]["predicted"]["overhead_bytes"]
+    held = f"{format_size(allocated)} allocated" + (f", {format_size(whole)} reserved" if reserved else "")
+    return f"{planned}{ram} (measured: {held})"

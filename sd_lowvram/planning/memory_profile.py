@@ -73,21 +73,26 @@ class MeasuredRun:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without the curves."""
-        keys = ("name", "component", "seconds", "peak_bytes")
+        keys = ("name", "component", "seconds", "peak_bytes", "reserved_bytes")
         stages = [{key: getattr(stage, key) for key in keys} for stage in self.stages]
-        return {"peak_bytes": self.peak_bytes, "seconds": self.seconds, "stages": stages}
+        whole = {"peak_bytes": self.peak_bytes, "reserved_bytes": self.reserved_bytes}
+        return {**whole, "seconds": self.seconds, "stages": stages}
 
 
 def overrun(plan: Any, run: MeasuredRun) -> str | None:
-    """A sentence on the stage in which ``run`` exceeded ``plan`` the most; None if it did not.
+    """A sentence on what ``run`` reserved beyond the budget of ``plan``, or on the stage in which it allocated the most
+    beyond ``plan``; None if it did neither.
 
-    An excess of up to 1 % or 8 MiB, whichever is more, is allowed. On a CPU the allocator counts host memory too, so
-    planned host bytes are added.
+    An excess of allocated bytes of up to 1 % or 8 MiB, whichever is more, is allowed. On a CPU the allocator counts
+    host memory too, so planned host bytes are added.
 
     Args:
         plan: the plan that was attached.
         run: what was measured.
     """
+    passed = budget_passed(run.reserved_bytes, plan)
+    if passed:
+        return passed
     on_cpu = plan.request.device.type == "cpu"
     planned = {(stage.name, stage.component): stage.held_bytes if on_cpu else stage.peak_bytes for stage in plan.stages}
     planned_stages = [stage for stage in run.stages if (stage.name, stage.component) in planned]
@@ -99,8 +104,25 @@ def overrun(plan: Any, run: MeasuredRun) -> str | None:
     if beyond <= max(expected // 100, 8 * MIB):
         return None
     return (
-        f"{worst.name} took {format_size(worst.peak_bytes)}, {format_size(beyond)} more than the "
+        f"{worst.name} allocated {format_size(worst.peak_bytes)}, {format_size(beyond)} more than the "
         f"{format_size(expected)} that were planned"
+    )
+
+
+def budget_passed(reserved_bytes: int, plan: Any) -> str | None:
+    """A sentence on the budget of ``plan`` if reserved bytes and the driver's share exceed it; None if they do not.
+
+    Args:
+        reserved_bytes: the most that torch's allocator reserved; 0: it is unknown.
+        plan: the plan that was attached.
+    """
+    whole = reserved_bytes + plan.predicted.overhead_bytes
+    beyond = whole - plan.request.vram
+    if not reserved_bytes or beyond <= 0:
+        return None
+    return (
+        f"the budget was passed: {format_size(whole)} were reserved, with the driver's share, "
+        f"{format_size(beyond)} more than {format_size(plan.request.vram)}"
     )
 
 

@@ -10,7 +10,7 @@ from ..knob import Fidelity
 from ..units import LONG, format_share, format_size, format_time
 from .wording import Kind, Reason, beside_peak, described
 
-HEADS = ("stage", "peak", "weights", "RAM", "time")
+HEADS = ("stage", "allocated", "weights", "RAM", "time")
 
 _WEIGHTS, _ACTIVATIONS, _BUDGET = "#4276ad", "#8fb4d9", "#d6384a"
 """Colours that are visible on light and on dark pages."""
@@ -45,15 +45,16 @@ def headline(plan: dict[str, Any]) -> str:
 
 
 def peak_of_budget(plan: dict[str, Any]) -> str:
-    """Return the peak, the overhead, and the budget in words."""
+    """Return the most bytes that are allocated, those that are reserved, and the budget in words."""
     predicted = plan["predicted"]
-    more = predicted["reserved_bytes"] - predicted["peak_bytes"] + predicted["overhead_bytes"]
-    besides = f" + {format_size(more)} for the allocator and the driver" if more else ""
-    return f"peak {format_size(predicted['peak_bytes'])}{besides} of {format_size(plan['request']['vram'])}"
+    reserved = predicted["reserved_bytes"] + predicted["overhead_bytes"]
+    on_gpu = reserved != predicted["peak_bytes"]
+    besides = f", {format_size(reserved)} reserved with the driver's share," if on_gpu else ""
+    return f"{format_size(predicted['peak_bytes'])} allocated{besides} of {format_size(plan['request']['vram'])}"
 
 
 def verdict(plan: dict[str, Any]) -> str:
-    """Peak, time and fidelity in one line."""
+    """Bytes, time and fidelity in one line."""
     picture = f"picture {Fidelity[plan['fidelity'].upper()].words}"
     return f"{peak_of_budget(plan)}, {format_time(plan['predicted']['seconds'])}, {picture}"
 

@@ -28,7 +28,7 @@ def test_repr_is_one_line_with_size_peak_budget_time_and_fidelity(plan: sd_lowvr
     assert "\n" not in told and len(told) < 160
     peak = format_size(plan.predicted.peak_bytes)
     assert re.fullmatch(
-        rf"<Plan 64x64, batch 1, \d+ steps: peak {peak}.* of 64 MiB, .* s, picture {plan.fidelity.words}>", told
+        rf"<Plan 64x64, batch 1, \d+ steps: {peak} allocated.* of 64 MiB, .* s, picture {plan.fidelity.words}>", told
     )
 
 

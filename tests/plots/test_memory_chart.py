@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import re
@@ -97,3 +98,11 @@ def test_a_run_that_passed_its_plan_is_told_with_its_stage() -> None:
     on_gpu = overrun(plan("cuda"), run(denoise=370))
     assert on_gpu is not None
     assert re.match("text .*160 MiB, 100 MiB .*60 MiB", on_gpu), "host memory is not the device's"
+
+
+def test_a_run_that_passed_its_budget_is_told_before_what_it_allocated() -> None:
+    reserved = dataclasses.replace(run().stages[1], reserved_bytes=380 * MIB)
+    held = MeasuredRun((*run(denoise=370).stages, reserved))
+    within, over = (overrun(plan("cuda", vram=vram), held) for vram in (380, 379))
+    assert within is not None and within.startswith("text ")
+    assert over is not None and re.search("budget .*380 MiB .* 1 MiB more than 379 MiB", over)
