@@ -5,6 +5,9 @@ From a clone: ``PYTHONPATH=.:tests/support .venv-gpu/bin/python tests/simulated_
 Shapes only: all memory is taken by torch's own allocator and nothing is computed. Rows go to
 ``benchmarks/plans_on_card.json``, and the table next to it, as they come; what is there is not run again.
 
+With ``budgets`` as its argument: plans with budgets below a card of 8 GiB, drawn by a seed, to
+``benchmarks/budgets_on_card.json``. What follows is how many rows are run at most.
+
 With ``OUT.json K N`` on a real card whose allocator is capped, everything computed: the K-th of N parts of all cases,
 so that several processes share them. ``OUT.json`` has what ``make gpu`` has calibrated.
 """
@@ -18,7 +21,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,7 +30,10 @@ from sd_lowvram.progress import heard
 
 MIB = 1 << 20
 FILE = Path(__file__).parents[2] / "benchmarks" / "plans_on_card.json"
+BUDGETS = FILE.with_name("budgets_on_card.json")
 _ENOUGH = 64 << 30
+_CARD, _LARGEST_BUDGET = 8 << 30, 6 << 30
+_STEPS = 4
 SHARES = (0.0, 0.1, 0.5, 1.0)
 
 
@@ -66,6 +72,100 @@ def drawn(number: int = 40, seed: int = 29) -> list[Case]:
         share, batch = choice.choice((0.0, round(choice.random(), 2), 1.0)), choice.choice((1, 1, 2, 4))
         cases.append(Case(model, width, height, share, batch, choice.choice(("text", "image", "control", "lora"))))
     return cases
+
+
+_TODAYS = ("flux", "z_image", "klein", "qwen_image")
+"""Transformers with few narrow layers, as those of full size do not fit into this machine's memory."""
+
+
+def drawn_budgets(number: int = 100, seed: int = 46) -> list[Case]:
+    """Cases with a budget below the card's memory; ``share`` is of the way from the least budget to what a plan takes
+    that has 6 GiB."""
+    choice, cases = random.Random(seed), dict[Case, None]()
+    while len(cases) < number:
+        model = choice.choice(("sd15", "sd15", "sd15", "sd15", "sdxl", "sdxl", *_TODAYS))
+        sides = (256, 320) if model in _TODAYS else (512, 768, 1024)
+        width, height = choice.choice(sides), choice.choice(sides)
+        share, batch = choice.choice((0.0, round(choice.random(), 2), 1.0)), choice.choice((1, 1, 2))
+        way = "text" if model in _TODAYS else choice.choice(("text", "text", "image", "control", "lora", "recorded"))
+        cases[Case(model, width, height, share, batch, way)] = None
+    return list(cases)
+
+
+_BUDGETS_HEAD = """# Budgets below the card's memory, on a simulated card of 8 GiB
+
+Cases drawn by a seed, shapes only, four steps and a decode on torch's own CUDA allocator
+(`tests/simulated_gpu/plans_on_card.py budgets` wrote this). SD1.5 and SDXL are of full size, the transformers have few
+narrow layers. Budgets from the least (0) to that of the plan with 6 GiB (1). *Reserved* is what torch's allocator held
+at most, with the driver's share, as in the budget; MiB. *Fallback steps* are repeated calls and leaner plans after a
+call ran out of memory. *Allocator calls* are device allocations a step after the second.
+"""
+_BUDGETS_HEADS = (
+    "model", "size", "batch", "from", "share", "budget", "reserved planned", "reserved", "fallback steps",
+    "allocator calls",
+)  # fmt: skip
+
+
+class Held(NamedTuple):
+    """A run within a budget, in bytes; reserved bytes include the driver's share.
+
+    Attributes:
+        fallback_steps: how often a call ran out of memory.
+        calls: device allocations in each step after the second, on average.
+    """
+
+    budget: int
+    planned: int
+    reserved: int
+    fallback_steps: int
+    calls: float
+
+
+def within_budget(simulated: Any, case: Case) -> Held:
+    """Plan and run ``case`` on a card with more memory than the budget."""
+    with _shapes_only(simulated):
+        return _within_budget(simulated, case)
+
+
+def _within_budget(simulated: Any, case: Case) -> Held:
+    import torch
+
+    from benchmarks.models import least_budget
+    from sd_lowvram import Settings, optimize, plan, restore
+    from sd_lowvram.devices.this_machine import overhead_of
+    from sd_lowvram.session import attachments
+
+    card, rest, others = simulated.card, _rest_taken(), _held_now()
+    way = "text" if case.way == "recorded" else case.way
+    with card.of_size(_CARD):
+        overhead_of(torch.device("cuda", 0), recalibrate=True)
+        pipe = _pipeline(case.model, way)
+        recorded = {"cuda_graphs": True, "offload": "none"} if case.way == "recorded" else {}
+        sizes: Any = {"width": case.width, "height": case.height, "batch": case.batch, "device": "cuda", "ram": "16GB"}
+        sizes["settings"] = Settings(**recorded)
+        least = least_budget(pipe, **sizes)
+        most = plan(pipe, vram=f"{max(least, _LARGEST_BUDGET)} b", **sizes).predicted if case.share else None
+        beyond = most.reserved_bytes + most.overhead_bytes - least if most else 0
+        budget = least + int(case.share * max(0, beyond))
+        predicted = optimize(pipe, vram=f"{budget} b", **sizes).predicted
+        simulated.kernels.forget()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        allocations: list[int] = []
+
+        def count(_pipe: Any, _step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
+            allocations.append(card.allocations)
+            return values
+
+        pipe(**_given(case, pipe), num_inference_steps=_STEPS, output_type="pt", callback_on_step_end=count)
+        reserved = torch.cuda.max_memory_reserved() - others[1]
+        steps = attachments(pipe)[-1].plan.fallback_steps
+        restore(pipe)
+    del rest
+    share = predicted.overhead_bytes
+    calls = (allocations[-1] - allocations[1]) / (len(allocations) - 2)
+    return Held(budget, predicted.reserved_bytes + share, reserved + share, len(steps), calls)
 
 
 _HEAD = """# Plans on a simulated card of just their size
@@ -166,6 +266,13 @@ class RealCard:
 def on_card(simulated: Any, case: Case, **fixed: Any) -> Row:
     """Calibrate, plan with knobs that are ``fixed``, and run as a new process would on a card that gives what is
     planned."""
+    with _shapes_only(simulated):
+        return _on_card(simulated, case, fixed)
+
+
+@contextlib.contextmanager
+def _shapes_only(simulated: Any) -> Iterator[None]:
+    """Nothing is computed within the block, and no result is looked at."""
     import torch
 
     from sd_lowvram.hooks import overflow, vae_causal, vae_whole
@@ -175,7 +282,7 @@ def on_card(simulated: Any, case: Case, **fixed: Any) -> Row:
         with contextlib.ExitStack() as stack:
             for module in (overflow, vae_causal, vae_whole):  # contents are whatever the memory held
                 stack.enter_context(mock.patch.object(module, "is_finite", lambda _: True))
-            return _on_card(simulated, case, fixed)
+            yield
     finally:
         simulated.kernels.computes = True
         gc.collect()
@@ -246,18 +353,36 @@ def _held_now() -> tuple[int, int, int]:
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), asked
 
 
-def _given(case: Case) -> dict[str, Any]:
+def _given(case: Case, pipe: Any = None) -> dict[str, Any]:
     """What the pipeline is called with."""
     import torch
 
+    if case.model in _TODAYS:
+        import todays
+
+        prompts = {name: _repeated(value, case.batch) for name, value in todays.prompts(pipe).items()}
+        return {**prompts, "width": case.width, "height": case.height}
     picture = {"image": torch.zeros(1, 3, case.height, case.width)} if case.way in ("image", "control") else {}
     size = {"strength": 1.0} if case.way == "image" else {"width": case.width, "height": case.height}
     return {"prompt": "a red apple", "num_images_per_prompt": case.batch, **picture, **size}
 
 
+def _repeated(value: Any, times: int) -> Any:
+    """A tensor of embeddings, or a list of them, for several pictures."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.repeat(times, *[1] * (value.dim() - 1))
+    return value * times if isinstance(value, list) else value
+
+
 @functools.lru_cache(maxsize=1)
 def _pipeline(model: str, way: str) -> Any:
     """A pipeline of random weights, which several cases may have one after the other."""
+    if model in _TODAYS:
+        import todays
+
+        return getattr(todays, model)()
     import diffusers
     import full_size
     import torch
@@ -312,6 +437,56 @@ def on_the_real_card(out: Path, part: int, parts: int) -> int:
     return failed
 
 
+def budget_rows(most: int) -> int:
+    """Run at most ``most`` of the drawn budgets that are not in the table yet; returns how many of all broke them."""
+    import torch
+    from on_card import Simulated
+    from simulated_card.card import card
+
+    from benchmarks.tables import begin_rows, begun, told_as, written
+
+    with card().of_size(_CARD):
+        torch.cuda.get_device_properties(0)  # torch's limit is a part of the card's size, which it reads once
+    simulated, report = Simulated(), begun({}, BUDGETS)
+    rows: list[list[Any]] = report["rows"]
+    missing = [case for case in drawn_budgets() if list(case) not in [row[: len(case)] for row in rows]]
+    missing.sort(key=lambda case: (case.model, case.way))
+    with told_as("PYTHONPATH=.:tests/support .venv-gpu/bin/python tests/simulated_gpu/plans_on_card.py budgets"):
+        if missing:
+            begin_rows(report)
+        for case in missing[:most]:
+            held = within_budget(simulated, case)
+            rows.append([*case, *(round(figure / MIB, 1) for figure in held[:3]), *held[3:]])
+            print(*rows[-1], flush=True)
+            written(report, budget_lines, BUDGETS.with_suffix(".md"), report["made"])
+    return sum(not is_kept(row[len(Case._fields) :]) for row in rows)
+
+
+def is_kept(figures: Sequence[float]) -> bool:
+    """True if no more was reserved than planned, no more was planned than the budget, and no call ran out of memory."""
+    budget, planned, reserved, steps, _ = figures
+    return reserved <= planned <= budget and not steps
+
+
+def budget_lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report on budgets as Markdown."""
+    from sd_lowvram.files.tables import table
+
+    yield _BUDGETS_HEAD
+    rows = [(Case(*row[:6]), row[6:]) for row in report["rows"]]
+    kept = sum(is_kept(figures) for _, figures in rows)
+    yield f"{kept} of {len(rows)} within budget and plan, without a repeated call."
+    yield ""
+    yield from table(_BUDGETS_HEADS, (_budget_cells(case, figures) for case, figures in rows))
+
+
+def _budget_cells(case: Case, figures: list[Any]) -> list[str]:
+    *sizes, steps, calls = figures
+    size = f"{case.width} x {case.height}"
+    said = case.model, size, case.batch, case.way, case.share, *map(round, sizes), steps, f"{calls:.1f}"
+    return list(map(str, said))
+
+
 def main() -> int:
     if len(sys.argv) == 4:
         return on_the_real_card(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
@@ -320,6 +495,8 @@ def main() -> int:
     from simulated_card.card import card
 
     card()
+    if sys.argv[1:2] == ["budgets"]:
+        return budget_rows(int((sys.argv[2:3] or ["100"])[0]))
     from on_card import Simulated
 
     from benchmarks.tables import begin_rows, begun, told_as, written
