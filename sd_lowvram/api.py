@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .devices.support import device_of
 from .errors import BadInputError, ConflictError, UnsupportedModelError, ran_out
 from .hooks.precision import force_upcast
+from .memory.limit import Bound, is_limitable
 from .memory.threads import pause_models
 from .models.anatomy import Anatomy
 from .models.causal_autoencoder import FRAMES
@@ -170,6 +171,8 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
         The attached plan: ``chosen``, or one with less memory if moving the weights ran out of it.
     """
 
+    budget = chosen.request.vram
+
     def replan(**size: Any) -> None:
         now = _plan_of(target)
         request = dataclasses.replace(now.request, **size)
@@ -208,7 +211,7 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
         """Attach ``chosen``, or where the move of the weights runs out of memory what is leaner."""
         while True:
             try:
-                _put_on(target, chosen, watches)
+                _put_on(target, chosen, watches, budget)
                 return chosen
             except (RuntimeError, MemoryError) as error:
                 short = shortage(error, "the move of the weights")
@@ -217,8 +220,10 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
     return put_on(chosen)
 
 
-def _put_on(target: Any, chosen: Plan, watches: Callable[[Anatomy, Request], Iterator[Patch]]) -> None:
-    """Attach ``chosen`` in place of what is attached to ``target``, and outside it what ``watches`` over its calls."""
+def _put_on(target: Any, chosen: Plan, watches: Callable[[Anatomy, Request], Iterator[Patch]], budget: int) -> None:
+    """Attach ``chosen`` in place of what is attached to ``target``, and outside it what ``watches`` over its calls,
+    which ``budget`` limits.
+    """
     parked = max(stage.parked_bytes for stage in chosen.stages)
     device = chosen.request.device
     rehearsal = chosen.request.rehearsal
@@ -227,7 +232,19 @@ def _put_on(target: Any, chosen: Plan, watches: Callable[[Anatomy, Request], Ite
         restore(target)
         attachment = attach(target, chosen.settings, device, chosen.timing, rehearsal)
         attachment.plan = chosen
+        _limit(attachment, chosen, budget)
         attachment.add(watches(attachment.anatomy, chosen.request))
+
+
+def _limit(attachment: Attachment, plan: Plan, budget: int) -> None:
+    """Limit torch's allocator to ``budget`` while the attachment's models run."""
+    if not is_limitable(attachment.device):
+        return
+    stages = {stage.component: stage.name for stage in plan.stages}
+    overhead = plan.predicted.overhead_bytes
+    bound = Bound(attachment.device, budget, overhead, stages, attachment.modules())
+    attachment.add_undoing(bound.close)
+    attachment.bound = bound
 
 
 def _plan_of(target: Any) -> Plan:
@@ -387,7 +404,8 @@ def _run(
     chosen = make_plan(anatomy, request, fixed, least=False)
     while True:
         try:
-            with attached(vae, chosen.settings, device=where), torch.no_grad():
+            with attached(vae, chosen.settings, device=where) as attachment, torch.no_grad():
+                _limit(attachment, chosen, request.vram)
                 return call(vae, tensor)
         except (RuntimeError, MemoryError) as error:
             short = shortage(error, "the autoencoder")

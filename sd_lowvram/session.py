@@ -22,6 +22,7 @@ from .errors import BadInputError
 from .hooks.compiled import knobs_outside_graph
 from .hooks.offload import step_groups
 from .hooks.registry import active_hooks, applicable
+from .memory.limit import Bound
 from .memory.pinned_buffers import PINNED_BUFFERS
 from .memory.segments import begin_stage
 from .memory.threads import Place, all_places, carries, pause_models, place_of, turn
@@ -39,6 +40,7 @@ class Attachment:
     """The result of one call of :func:`attach`: settings, the number of sites of each hook, and how to undo it.
 
     Attributes:
+        bound: the budget that limits torch's allocator while the models run; None: nothing does.
         runs_uncompiled: the reason why a compiled model runs uncompiled with these hooks; empty if it does not.
     """
 
@@ -48,6 +50,7 @@ class Attachment:
     timing: StepTiming | None = None
     sites: dict[str, int] = field(default_factory=dict, init=False)
     plan: Any = field(default=None, init=False)
+    bound: Bound | None = field(default=None, init=False)
     runs_uncompiled: str | None = field(default=None, init=False)
     _steps: list[Patch | Change] | None = field(default=None, init=False)
     _undo: list[Callable[[], None]] = field(default_factory=list, init=False)
@@ -102,7 +105,8 @@ class Attachment:
             for name, component in group.items():
                 for entry in self.anatomy.entries[name]:
                     again = functools.partial(getattr, component, entry)
-                    alone = functools.partial(self._alone, self._places(name), begin, again)
+                    limited = functools.partial(self._limited, name, entry)
+                    alone = functools.partial(self._alone, self._places(name), limited, begin, again)
                     around = functools.partial(self._out_of_sight, is_compiling(), alone) if hidden else alone
                     yield wrap(component, entry, around, "threads")
 
@@ -124,9 +128,13 @@ class Attachment:
         on_cpu = self.settings.decoder_device == "cpu" and name == self.anatomy.autoencoder
         return {place_of(device) for device in (self.device, *([torch.device("cpu")] if on_cpu else []))}
 
+    def _limited(self, name: str, entry: str, inputs: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.bound is None else self.bound.during(name, entry, inputs)
+
     def _alone(
         self,
         places: Iterable[Place],
+        limited: Callable[[Any], contextlib.AbstractContextManager[None]],
         begin: Callable[[], None],
         again: Callable[[], Callable[..., Any]],
         original: Callable[..., Any],
@@ -136,8 +144,9 @@ class Attachment:
         """Call ``original`` when no other thread calls a model that carries hooks and runs where this does."""
         with turn(places):
             if self._undo:
-                begin()
-                return original(*args, **kwargs)
+                with limited((args, kwargs)):
+                    begin()
+                    return original(*args, **kwargs)
         return again()(*args, **kwargs)  # this has been taken off while the thread waited
 
     def _out_of_sight(

@@ -12,6 +12,7 @@ import torch
 
 from ..compat.private import take_matrix_workspaces
 from .accounts import tracing
+from .limit import allowed_bytes, libraries_noted
 
 _stepping: dict[torch.device, weakref.ref[object]] = {}
 """The run whose step was the last call on each device; none after a call of another kind."""
@@ -35,17 +36,17 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
     if torch.cuda.is_available():
         # Allocated before the tensors of the stage, the workspaces are at the start of a segment, as plans count them.
         # In the middle of a segment they would leave less than 10 MiB on either side.
-        take_matrix_workspaces(device)
+        with libraries_noted(device):
+            take_matrix_workspaces(device)
 
 
 def _is_short(device: torch.device) -> bool:
     """Return True if free memory, without the cache, is below the largest cache overhead seen so far.
 
-    A process that is limited to a part of the GPU counts the free memory of that part."""
+    A process that is limited to a part of the GPU, as by a budget, counts the free memory of that part."""
     most = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free, total = torch.cuda.mem_get_info(device)
-    part = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device.index)
-    return min(free, int(part * total) - torch.cuda.memory_reserved(device)) < most
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(free, allowed_bytes(device) - torch.cuda.memory_reserved(device)) < most
 
 
 def release_segments(device: torch.device) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from ..devices.compiling import Compiling
 from ..devices.disk import ASSUMED
 from ..devices.performance import MEASURED_GAINS, THIS
 from ..errors import BudgetError
 from ..hooks.compiled import is_compiled
+from ..memory.limit import limits_reserved
 from ..models.calls import TEXT_STAGE
+from ..policies.named import OURS
 from ..settings import Settings
 from ..units import LONG, format_least, format_size
 from .plan import Candidate, StagePlan
@@ -134,6 +138,7 @@ def reasons(
     if request.device.type != "cpu":
         known = request.pace.first_seconds if request.rates.name in _PUBLISHED_FIRST else None
         found.append(Reason(Kind.FIRST_PICTURE, more_seconds=known))
+    found += _on_limit(request)
     if best.seconds >= LONG:
         longest = max(best.stages, key=lambda stage: stage.seconds)
         share = round(100 * longest.seconds / best.seconds)
@@ -143,6 +148,13 @@ def reasons(
         faster = {"needed_bytes": following.needed_bytes, "faster_seconds": following.seconds}
         found.append(Reason(Kind.MORE_MEMORY, **faster, seconds=best.seconds))
     return found
+
+
+def _on_limit(request: Request) -> Iterator[Reason]:
+    """The reason why reserved bytes may exceed the budget, where torch's limit does not count them."""
+    ours = request.device.type == "cuda" and request.rates.name == THIS and request.pace is OURS
+    if ours and torch.cuda.is_available() and not limits_reserved():
+        yield Reason(Kind.RESERVED_UNLIMITED, backend=torch.cuda.get_allocator_backend())
 
 
 def _budget(request: Request, best: Candidate) -> dict[str, int]:

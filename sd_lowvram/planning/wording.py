@@ -50,6 +50,7 @@ class Kind(str, enum.Enum):
     SLOW = "slow"
     MORE_MEMORY = "more memory"
     NOT_PLANNED = "not planned"
+    RESERVED_UNLIMITED = "reserved bytes not limited"
     SMALLEST = "smallest budget"
     RAN_AGAIN = "ran out, runs again"
     RAN_LEANER = "ran out, needs less"
@@ -251,6 +252,10 @@ _SENTENCES: dict[Kind, Callable[..., str]] = {
     Kind.SLOW: _slow,
     Kind.MORE_MEMORY: _more_memory,
     Kind.NOT_PLANNED: _not_planned,
+    Kind.RESERVED_UNLIMITED: lambda backend: (
+        f"torch's allocator is {backend}: while this runs its allocated bytes are limited to the budget, and its "
+        "reserved bytes are not; without backend in PYTORCH_CUDA_ALLOC_CONF both are"
+    ),
     Kind.SMALLEST: _smallest,
     Kind.RAN_AGAIN: _ran_again,
     Kind.RAN_LEANER: _ran_leaner,

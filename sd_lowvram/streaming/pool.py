@@ -10,6 +10,7 @@ from torch import Tensor
 from ..memory import weights_account
 from ..memory.accounts import actual_device
 from ..memory.host_offload import dense_strides
+from ..memory.limit import note_buffer
 from .layers import place_bytes
 
 
@@ -29,6 +30,7 @@ class Pool:
         self.bytes = size
         with weights_account(), torch.inference_mode(False), torch.no_grad():
             self._buffer = torch.empty(size, dtype=torch.uint8, device=actual_device(device))
+        note_buffer(self._buffer)
         self._typed: dict[torch.dtype, Tensor] = {}
 
     def views(self, contents: Iterable[Tensor], offset: int) -> list[Tensor]:

@@ -1,0 +1,341 @@
+"""Limit torch's allocator to the budgets of plans while their calls run.
+
+The limit is torch's own (``torch.cuda.set_per_process_memory_fraction``). It counts all segments of the process on a
+GPU, whichever thread needs them, and not the driver's context. An allocation beyond it first frees unused segments,
+then fails as on a full GPU, and the run continues with a plan that needs less. Between the calls of a run, and after
+it, the limit is the user's own again. While a call runs, the limit also holds for what other threads load onto the GPU.
+"""
+
+from __future__ import annotations
+
+import atexit
+import bisect
+import contextlib
+import functools
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..compat.private import tree_flatten
+from ..progress import happened
+from ..units import MIB
+from ..weights import all_tensors
+from .accounts import tracing
+from .threads import Shared
+
+_NATIVE, _ASYNC = "native", "cudaMallocAsync"
+"""torch's names of its own allocator and of CUDA's pools. Other allocators have no limit."""
+
+_NOTICED = 32 * MIB
+"""Change of allocated bytes between two calls of a model alone after which unplanned tensors are counted again."""
+
+
+def limits_reserved() -> bool:
+    """Return True if torch's limit counts reserved bytes; False for ``cudaMallocAsync``, where it counts allocated
+    bytes."""
+    return torch.cuda.get_allocator_backend() == _NATIVE
+
+
+def is_limitable(device: torch.device) -> bool:
+    """Return True if planned calls on ``device`` may be limited.
+
+    ComfyUI's memory manager reads the GPU's free memory and loads as much as that: in its process nothing is limited.
+    """
+    if device.type != "cuda" or "comfy.model_management" in sys.modules:
+        return False
+    return torch.cuda.get_allocator_backend() in (_NATIVE, _ASYNC)
+
+
+# The limit of a GPU
+
+
+_fractions: dict[int, float] = {}
+"""The fraction that was set last, by GPU, for versions of torch that do not report it (before 2.6)."""
+
+_stated: set[int] = set()
+"""GPUs whose fraction the user has set since such a version was followed."""
+
+
+def allowed_bytes(device: torch.device) -> float:
+    """Return the bytes that torch may reserve on a GPU; infinity without a limit."""
+    fraction = fraction_of(device)
+    return fraction * torch.cuda.get_device_properties(device).total_memory if fraction < 1 else math.inf
+
+
+def fraction_of(device: torch.device | int) -> float:
+    """Return the part of a GPU that torch may reserve; 1.0 if it is unknown."""
+    index = _index(device)
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return float(ask(index)) if ask else _fractions.get(index, 1.0)
+
+
+@Shared
+@contextlib.contextmanager
+def _setter_followed() -> Iterator[None]:
+    """Note every fraction that the user sets, for versions of torch that do not report it."""
+    if _is_reported():
+        yield
+        return
+    setter = torch.cuda.set_per_process_memory_fraction
+
+    @functools.wraps(setter)
+    def follow(fraction: float, device: Any = None) -> None:
+        setter(fraction, device)
+        index = _index(torch.device("cuda") if device is None else device)
+        _fractions[index] = fraction
+        _stated.add(index)
+
+    torch.cuda.set_per_process_memory_fraction = follow
+    try:
+        yield
+    finally:
+        if torch.cuda.set_per_process_memory_fraction is follow:
+            torch.cuda.set_per_process_memory_fraction = setter
+        _fractions.clear()
+        _stated.clear()
+
+
+def _index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+class _Card:
+    """One GPU: its plans, and the limits of the calls that run, the innermost last."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.plans: weakref.WeakSet[Bound] = weakref.WeakSet()
+        self.unplanned_bytes = 0
+        self._lock = threading.RLock()
+        self._limits: dict[object, float] = {}
+        self._users = self._ours = 1.0
+
+    def begin(self, call: object, most_bytes: int) -> None:
+        """Set the limit for ``call``: ``most_bytes``, or the user's own if that is lower."""
+        total = torch.cuda.get_device_properties(self.index).total_memory
+        with self._lock:
+            if not self._limits or fraction_of(self.index) != self._ours:
+                self._users = fraction_of(self.index)
+            self._limits[call] = max(0.0, (most_bytes + 1) / total)
+            self._set()
+
+    def end(self, call: object) -> None:
+        """Set the limit of the call around ``call``, or the user's own again. A limit that was set meanwhile stays."""
+        with self._lock:
+            if self._limits.pop(call, None) is None:
+                return
+            if fraction_of(self.index) != self._ours:
+                self._users = fraction_of(self.index)
+            self._set()
+        if not self._limits and not _is_reported() and self.index not in _stated:
+            happened(
+                __name__,
+                "this version of torch does not report set_per_process_memory_fraction: after planned calls it is 1.0 "
+                "unless it is set after optimize()",
+            )
+
+    def _set(self) -> None:
+        limit = min([self._users, *list(self._limits.values())[-1:]])
+        if limit != fraction_of(self.index):
+            setter = torch.cuda.set_per_process_memory_fraction
+            getattr(setter, "__wrapped__", setter)(limit, self.index)
+            if not _is_reported():
+                _fractions[self.index] = limit
+        self._ours = fraction_of(self.index)
+
+    def measure_unplanned(self, inputs: Iterable[Tensor]) -> None:
+        """Count what is reserved for tensors of no plan; unused segments are freed before.
+
+        Args:
+            inputs: of the call that begins; plans count them.
+        """
+        with torch.cuda.device(self.index):
+            torch.cuda.empty_cache()
+        components = [part for bound in list(self.plans) for part in bound.components]
+        tensors = [tensor for tensor in (*all_tensors(*components), *inputs) if tensor.device.type == "cuda"]
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages} | _live_buffers()
+        if limits_reserved():
+            self.unplanned_bytes = _unplanned(self.index, sorted(sizes))
+        else:
+            self.unplanned_bytes = max(0, torch.cuda.memory_allocated(self.index) - sum(sizes.values()))
+
+
+def _is_reported() -> bool:
+    return hasattr(torch.cuda, "get_per_process_memory_fraction")
+
+
+_cards: dict[int, _Card] = {}
+
+
+# What is planned, and what is not
+
+_buffers: list[tuple[StorageWeakRef, int, int]] = []
+"""Buffers of weights on GPUs: reference, address, bytes."""
+
+atexit.register(_buffers.clear)  # a reference cannot be freed once torch's modules are gone
+
+_libraries: dict[int, set[tuple[int, int]]] = {}
+"""Addresses and bytes of the workspaces that plans count for cuBLAS, by GPU."""
+
+
+def note_buffer(buffer: Tensor) -> None:
+    """Note a buffer of streamed weights as planned."""
+    if buffer.device.type != "cuda":
+        return
+    if len(_buffers) % 64 == 63:
+        _live_buffers()
+    storage = buffer.untyped_storage()
+    _buffers.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
+
+
+def _live_buffers() -> dict[int, int]:
+    """Addresses and bytes of buffers that exist; the others are forgotten."""
+    _buffers[:] = [entry for entry in _buffers if not entry[0].expired()]
+    return {address: size for _, address, size in _buffers}
+
+
+@contextlib.contextmanager
+def libraries_noted(device: torch.device) -> Iterator[None]:
+    """Note what is allocated within the block as planned, the first time for a GPU."""
+    index = _index(device)
+    if index in _libraries or not limits_reserved():
+        yield
+        return
+    before = _in_use(index)
+    yield
+    _libraries[index] = _in_use(index) - before
+
+
+def _in_use(index: int) -> set[tuple[int, int]]:
+    """Addresses and bytes of blocks in use."""
+    return {block for one in _segments(index) for block in _used_blocks(one)}
+
+
+def _segments(index: int) -> list[Any]:
+    return [one for one in torch.cuda.memory_snapshot() if one["device"] == index]
+
+
+def _used_blocks(segment: Any) -> Iterator[tuple[int, int]]:
+    """Addresses and bytes of a segment's blocks in use."""
+    address = segment["address"]
+    for block in segment["blocks"]:
+        if block["state"] != "inactive":
+            yield address, block["size"]
+        address += block["size"]
+
+
+def _unplanned(index: int, planned: Sequence[int]) -> int:
+    """Bytes of segments without a planned tensor, and of the other tensors' blocks in all other segments.
+
+    Segments of recorded passes count as planned, and so do workspaces of cuBLAS.
+
+    Args:
+        planned: sorted addresses of planned tensors.
+    """
+    unplanned, libraries = 0, _libraries.get(index, set())
+    for one in _segments(index):
+        if tuple(one.get("segment_pool_id", (0, 0))) != (0, 0):
+            continue
+        blocks = list(_used_blocks(one))
+        foreign = [block for block in blocks if block not in libraries and not _is_within(planned, *block)]
+        others = sum(size for _, size in foreign)
+        alone = len(foreign) == len(blocks)
+        unplanned += one["total_size"] if others and alone else others
+    return unplanned
+
+
+def _is_within(addresses: Sequence[int], start: int, size: int) -> bool:
+    place = bisect.bisect_left(addresses, start)
+    return place < len(addresses) and addresses[place] < start + size
+
+
+_PLACES = {"text": 0, "encode": 0, "control": 1, "denoise": 1, "decode": 2}
+"""Stages in the order in which a run comes to them."""
+
+
+class Bound:
+    """The budget of one plan on a GPU, and the calls that it limits.
+
+    A run begins with the call of an earlier stage than the last call's. Unplanned tensors are counted there, and while
+    the run goes on this number stays. Budgets of all plans on the GPU that have run, and are attached, are added.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        context_bytes: int,
+        stages: Mapping[str, str],
+        components: Iterable[nn.Module],
+    ) -> None:
+        """
+        Args:
+            device: the GPU.
+            budget_bytes: the budget, with the driver's context.
+            context_bytes: the driver's context.
+            stages: name of the stage of each component.
+            components: the models of the plan.
+        """
+        self.components = list(components)
+        self.budget_bytes = budget_bytes
+        self._context_bytes = context_bytes
+        self._stages = dict(stages)
+        self._card = _cards.setdefault(_index(device), _Card(_index(device)))
+        self._last: int | None = None
+        self._left = 0
+        self._following = contextlib.ExitStack()
+        self._following.enter_context(_setter_followed())
+
+    def close(self) -> None:
+        """Forget the plan: its budget is added to no other's."""
+        self._card.plans.discard(self)
+        self._following.close()
+
+    @contextlib.contextmanager
+    def during(self, component: str, entry: str, inputs: Any) -> Iterator[None]:
+        """Limit torch's allocator within the block, a call of one of the models.
+
+        Args:
+            component: name of the model.
+            entry: the method that is called.
+            inputs: its arguments.
+        """
+        if tracing():
+            yield
+            return
+        place = self._place(component, entry)
+        self._card.plans.add(self)
+        if self._begins(place):
+            leaves = tree_flatten(inputs)[0]
+            self._card.measure_unplanned(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        self._last = place
+        budgets = sum(bound.budget_bytes for bound in list(self._card.plans))
+        call = object()
+        try:
+            self._card.begin(call, self._card.unplanned_bytes + budgets - self._context_bytes)
+            yield
+        finally:
+            self._card.end(call)
+            self._left = torch.cuda.memory_allocated(self._card.index)
+
+    def _place(self, component: str, entry: str) -> int:
+        """The place of a call in a run; of a model of no stage, that of the call before."""
+        name = entry if entry in _PLACES else self._stages.get(component, "")
+        return _PLACES.get(name, self._last or 0)
+
+    def _begins(self, place: int) -> bool:
+        if self._last is None or place < self._last:
+            return True
+        alone = len(self.components) == 1
+        return alone and abs(torch.cuda.memory_allocated(self._card.index) - self._left) > _NOTICED

@@ -1,0 +1,252 @@
+"""While a planned call runs, torch reserves no more than the budget; before and after, its limit is the user's."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import tiny
+import torch
+from on_card import GPU, rates_here, rest_taken
+from run_log import logged
+from test_hooks_on_the_card import denoise
+
+import sd_lowvram
+from sd_lowvram import Settings
+from sd_lowvram.devices.overhead import Overhead
+from sd_lowvram.devices.performance import profile
+from sd_lowvram.memory.accounts import tracing
+from sd_lowvram.planning import request
+from sd_lowvram.planning.fallback_steps import AS_BEFORE
+from sd_lowvram.planning.wording import Kind
+from sd_lowvram.session import attachments
+
+MIB = 1 << 20
+SIZE = 256
+CARD = 4096 * MIB
+CONTEXT = Overhead().context_bytes
+BUDGET = CONTEXT + 200 * MIB
+ROUNDING = 16  # bytes that a fraction of the card loses
+fraction: Callable[[], float] = lambda: torch.cuda.get_per_process_memory_fraction(0)  # noqa: E731
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Arguments of plans; rates are not measured, and libraries have no workspaces."""
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
+    monkeypatch.setattr(request, "rates_of", lambda device: profile("rtx3060"))
+    monkeypatch.setattr(request, "Overhead", lambda: Overhead(matrix_bytes=0, convolution_bytes=0))
+    return {"vram": f"{BUDGET} b", "ram": "1GB", "width": SIZE, "height": SIZE, "device": GPU}
+
+
+@pytest.fixture
+def pipe(gpu: Any) -> Iterator[Any]:
+    pipe = families.plain("sd15")
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield pipe
+    sd_lowvram.restore(pipe)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class Calls:
+    """Limits of torch's allocator, in bytes, in the calls of a pipeline's models."""
+
+    def __init__(self, pipe: Any, also: Callable[[], object] = lambda: None) -> None:
+        self.limits: list[int] = []
+        self._also = also
+        text = next(part for name, part in pipe.text_encoder.named_modules() if name.endswith("final_layer_norm"))
+        for layer in (pipe.unet.conv_in, pipe.vae.post_quant_conv, text):
+            layer.register_forward_hook(self._look)
+
+    def _look(self, *_: Any) -> None:
+        if tracing():
+            return
+        self.limits.append(round(fraction() * CARD))
+        self._also()
+
+
+def unplanned() -> int:
+    """Bytes that earlier tests have left in segments that cannot be freed."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.memory_reserved())
+
+
+def test_a_planned_call_is_limited_to_the_budget(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
+    calls, left = Calls(pipe), unplanned()
+    sd_lowvram.optimize(pipe, **planned, settings=Settings(offload="component"))
+    assert fraction() == 1.0  # what is attached and does not run limits nobody
+    torch.cuda.reset_peak_memory_stats()
+    tiny.run(pipe, size=SIZE)
+    assert {round((limit - left) / MIB) for limit in calls.limits} == {200}
+    assert len(calls.limits) >= 4  # text, two steps, decode
+    assert torch.cuda.max_memory_reserved() - left <= BUDGET - CONTEXT
+    assert fraction() == 1.0
+    tiny.run(pipe, size=SIZE)  # weights and workspaces of the first run are planned
+    assert {round((limit - left) / MIB) for limit in calls.limits} == {200}
+
+
+def test_what_no_plan_counts_is_added_and_is_gone_with_its_tensors(
+    gpu: Any, pipe: Any, planned: dict[str, Any]
+) -> None:
+    calls, left = Calls(pipe), unplanned()
+    sd_lowvram.optimize(pipe, **planned)
+    other = torch.empty(300 * MIB, dtype=torch.uint8, device=GPU)
+    tiny.run(pipe, size=SIZE)
+    assert {round((limit - left) / MIB) for limit in calls.limits} == {500}
+    calls.limits.clear()
+    del other
+    tiny.run(pipe, size=SIZE)
+    assert {round((limit - left) / MIB) for limit in calls.limits} == {200}
+
+
+def test_a_model_alone(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
+    calls, left = Calls(pipe), unplanned()
+    sd_lowvram.optimize(pipe.unet, **planned)
+
+    denoise(pipe.unet, steps=2)
+    other = torch.empty(300 * MIB, dtype=torch.uint8, device=GPU)
+    denoise(pipe.unet, steps=2)
+    assert [round((limit - left) / MIB) for limit in calls.limits] == [200, 200, 500, 500]
+    assert other.is_cuda
+    sd_lowvram.restore(pipe.unet)
+
+
+@pytest.mark.parametrize("users", [0.9, 0.1])
+def test_a_limit_of_the_user_is_not_raised_and_is_back(
+    gpu: Any, pipe: Any, planned: dict[str, Any], users: float
+) -> None:
+    calls, left = Calls(pipe), unplanned()
+    sd_lowvram.optimize(pipe, **planned)
+    torch.cuda.set_per_process_memory_fraction(users)
+    tiny.run(pipe, size=SIZE)
+    assert max(calls.limits) <= min(users * CARD, left + BUDGET - CONTEXT) + ROUNDING
+    assert fraction() == pytest.approx(users)
+
+
+def test_a_limit_that_is_set_during_a_call_stays(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
+    Calls(pipe, lambda: torch.cuda.set_per_process_memory_fraction(0.7))
+    sd_lowvram.optimize(pipe, **planned)
+    tiny.run(pipe, size=SIZE)
+    assert fraction() == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_the_limit_is_back_after_an_error(
+    gpu: Any, pipe: Any, planned: dict[str, Any], error: type[BaseException]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    calls = Calls(pipe, fail)
+    sd_lowvram.optimize(pipe, **planned)
+    torch.cuda.set_per_process_memory_fraction(0.8)
+    with pytest.raises(error):
+        tiny.run(pipe, size=SIZE)
+    assert len(calls.limits) == 1 and calls.limits[0] < 0.5 * CARD
+    assert fraction() == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_torch_that_cannot_be_asked_for_its_limit(
+    gpu: Any, pipe: Any, planned: dict[str, Any], says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, setter = Calls(pipe), torch.cuda.set_per_process_memory_fraction
+    now = torch.cuda.get_per_process_memory_fraction
+    monkeypatch.setattr(sys.modules[__name__], "fraction", lambda: now(0))
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    sd_lowvram.optimize(pipe, **planned)
+    if says:
+        torch.cuda.set_per_process_memory_fraction(0.8)
+        tiny.run(pipe, size=SIZE)
+    else:
+        with logged(r"after planned calls it is 1.0"):
+            tiny.run(pipe, size=SIZE)
+    assert max(calls.limits) < 0.5 * CARD
+    assert now(0) == pytest.approx(0.8 if says else 1.0)
+    sd_lowvram.restore(pipe)
+    assert torch.cuda.set_per_process_memory_fraction is setter
+
+
+def test_a_call_that_needs_more_than_the_budget_goes_on_with_less(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
+    """The GPU has enough: the budget alone ends the call."""
+    sd_lowvram.optimize(pipe, **planned)
+    wanted = tiny.run(pipe, size=SIZE).cpu()
+    sd_lowvram.restore(pipe)
+    taken: list[int] = []
+
+    def take() -> None:
+        if not taken:
+            taken.append(1)
+            torch.empty(BUDGET, dtype=torch.uint8, device=GPU)
+
+    Calls(pipe, take)
+    left = unplanned()
+    with logged("ran out of memory"):
+        sd_lowvram.optimize(pipe, **planned)
+        torch.cuda.reset_peak_memory_stats()
+        made = tiny.run(pipe, size=SIZE).cpu()
+    assert [step.name for step in attachments(pipe)[0].plan.fallback_steps] == [AS_BEFORE]
+    assert torch.cuda.max_memory_reserved() - left <= BUDGET - CONTEXT
+    assert fraction() == 1.0
+    assert torch.equal(made, wanted)
+
+
+def test_two_pipelines_hold_no_more_than_both_budgets(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
+    other = families.plain("sd15")
+    wanted = tiny.run(pipe, size=SIZE).cpu()
+    left = unplanned()
+    for one in (pipe, other):
+        sd_lowvram.optimize(one, **planned)
+    calls = Calls(pipe), Calls(other)
+    torch.cuda.reset_peak_memory_stats()
+    for one in (pipe, other, pipe):
+        assert tiny.relative_error(tiny.run(one, size=SIZE).cpu(), wanted) < 1e-3
+    assert not any(attachments(one)[0].plan.fallback_steps for one in (pipe, other))
+    assert torch.cuda.max_memory_reserved() - left <= 2 * BUDGET - CONTEXT
+    assert max(max(one.limits) for one in calls) - left <= 2 * BUDGET - CONTEXT + 20 * MIB
+    sd_lowvram.restore(other)
+    calls[0].limits.clear()
+    del other
+    tiny.run(pipe, size=SIZE)
+    assert max(calls[0].limits) - left <= BUDGET - CONTEXT + 20 * MIB
+    assert fraction() == 1.0
+
+
+def test_cuda_malloc_async_is_named(
+    gpu: Any, pipe: Any, planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reserved bytes are not limited, and the plan says so; its allocated bytes are."""
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(request, "rates_of", rates_here)
+    monkeypatch.setattr(request, "overhead_of", lambda device: Overhead(matrix_bytes=0, convolution_bytes=0))
+    calls = Calls(pipe)
+    plan = sd_lowvram.optimize(pipe, **planned)
+    assert [reason for reason in plan.reasons if reason.kind is Kind.RESERVED_UNLIMITED]
+    tiny.run(pipe, size=SIZE)
+    assert max(calls.limits) < 0.5 * CARD and fraction() == 1.0
+
+
+def test_nothing_is_limited_in_the_process_of_comfyui(
+    gpu: Any, pipe: Any, planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "comfy.model_management", sys)
+    calls = Calls(pipe)
+    sd_lowvram.optimize(pipe, **planned)
+    tiny.run(pipe, size=SIZE)
+    assert set(calls.limits) == {CARD}
+
+
+def test_a_decode_within_a_budget(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
+    calls, left = Calls(pipe), unplanned()
+    rest = rest_taken()
+    sd_lowvram.decode(pipe.vae, torch.zeros(1, 4, 32, 32, device=GPU), vram=planned["vram"], ram="1GB")
+    assert calls.limits and fraction() == 1.0
+    assert max(calls.limits) - left <= BUDGET - CONTEXT + ROUNDING
+    del rest
