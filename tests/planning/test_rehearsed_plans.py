@@ -145,7 +145,10 @@ def test_families_say_what_a_rehearsal_records(kind: str) -> None:
     make, call_of = rehearsed.KINDS[kind]
     pipe = make()
     size = families.SIZE
-    record = rehearse(pipe, **call_of(pipe), num_inference_steps=3, output_type="pt")
+    call = call_of(pipe)
+    if kind == "z_image":  # the family plans the longest prompt that is taken, and a shorter negative one
+        call |= {"prompt_embeds": [torch.zeros(512, 64)], "negative_prompt_embeds": [torch.zeros(480, 64)]}
+    record = rehearse(pipe, **call, num_inference_steps=3, output_type="pt")
     anatomy = anatomy_of(pipe)
     request = request_for(anatomy, width=size, height=size, steps=3)
     written = {stage.component: stage for stage in stages(anatomy, request.shape, request.encodes)}
