@@ -34,7 +34,7 @@ _NATIVE, _ASYNC = "native", "cudaMallocAsync"
 """torch's names of its own allocator and of CUDA's pools. Other allocators have no limit."""
 
 _NOTICED = 32 * MIB
-"""Change of allocated bytes between two calls of a model alone after which unplanned tensors are counted again."""
+"""For a plan with one model: a larger change of allocated bytes since its last call begins a new run."""
 
 
 def limits_reserved() -> bool:
@@ -60,7 +60,7 @@ _fractions: dict[int, float] = {}
 """The fraction that was set last, by GPU, for versions of torch that do not report it (before 2.6)."""
 
 _stated: set[int] = set()
-"""GPUs whose fraction the user has set since such a version was followed."""
+"""GPUs whose fraction the user has set while :func:`_setter_followed` was active, for the same versions of torch."""
 
 
 def allowed_bytes(device: torch.device) -> float:
@@ -154,10 +154,10 @@ class _Card:
         self._ours = fraction_of(self.index)
 
     def measure_unplanned(self, inputs: Iterable[Tensor]) -> None:
-        """Count what is reserved for tensors of no plan; unused segments are freed before.
+        """Free unused segments, then count the bytes that are reserved for tensors of no plan.
 
         Args:
-            inputs: of the call that begins; plans count them.
+            inputs: tensors among the arguments of the call that begins; the plan counts them.
         """
         with torch.cuda.device(self.index):
             torch.cuda.empty_cache()
@@ -236,7 +236,7 @@ def _used_blocks(segment: Any) -> Iterator[tuple[int, int]]:
 
 
 def _unplanned(index: int, planned: Sequence[int]) -> int:
-    """Bytes of segments without a planned tensor, and of the other tensors' blocks in all other segments.
+    """Unplanned bytes: all of a segment that holds only unplanned blocks; of another segment, its unplanned blocks.
 
     Segments of recorded passes count as planned, and so do workspaces of cuBLAS.
 
@@ -267,8 +267,9 @@ _PLACES = {"text": 0, "encode": 0, "control": 1, "denoise": 1, "decode": 2}
 class Bound:
     """The budget of one plan on a GPU, and the calls that it limits.
 
-    A run begins with the call of an earlier stage than the last call's. Unplanned tensors are counted there, and while
-    the run goes on this number stays. Budgets of all plans on the GPU that have run, and are attached, are added.
+    A call begins a new run if its stage comes before the stage of the last call. Unplanned tensors are counted at that
+    call, and their number of bytes stays the same during the run. The limit is this number plus the budgets of all
+    attached plans that have run on the GPU, less the driver's context.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class Bound:
             self._left = torch.cuda.memory_allocated(self._card.index)
 
     def _place(self, component: str, entry: str) -> int:
-        """The place of a call in a run; of a model of no stage, that of the call before."""
+        """The place of a call in a run; for a model that has no stage, the place of the last call."""
         name = entry if entry in _PLACES else self._stages.get(component, "")
         return _PLACES.get(name, self._last or 0)
 

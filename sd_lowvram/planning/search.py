@@ -1,8 +1,8 @@
 """The search: from a model, a picture size and a budget to the fastest settings that fit.
 
 A run consists of stages: text, the denoising steps, the decode. A candidate is a way to place the weights, and one
-option for each stage. An option is a set of knobs, such as exact tiles for the decode; a faster option usually holds
-more.
+option for each stage. An option is a set of knobs, such as exact tiles for the decode; a faster option usually needs
+more memory.
 
 The search begins, for every way to place the weights, with the fastest option of each stage. While the run does not
 fit, each stage that does not fit takes its next option. Candidates are compared in the order of their times. A stage
@@ -189,8 +189,9 @@ class PlanSearch:
             yield from filter(None, [self._instead(offer, best)])
 
     def _instead(self, offer: Offer, run: Candidate) -> Candidate | None:
-        """Replace what ``run`` has in the stages of ``offer`` by the offer's knobs; return None if they exclude each
-        other.
+        """Return ``run`` with the knobs of a late offer in the stages that the offer changes.
+
+        Return None if ``run`` has not reached the offer's level, or if the knobs change nothing or exclude others.
         """
         chosen = [(group, _choice(run, group)) for group in self._groups]
         if not offer.is_late_in(self._offers, run.settings):
@@ -201,9 +202,9 @@ class PlanSearch:
         return self.pricing.whole(run.base, [self._option(run.base, *place) for place in mine])
 
     def _runs(self, base: Settings) -> Iterator[Candidate]:
-        """Yield runs with the weights placed as ``base`` says, each faster than the next, up to the first that fits.
+        """Yield runs with the weights placed as ``base`` says, fastest first, up to the first that fits.
 
-        If the weights alone do not fit, there is only one run.
+        If the weights alone do not fit, no further run is yielded.
         """
         left = [self._from_the_fastest(base, group) for group in self._groups]
         chosen = [choice for choices in left if (choice := next(choices, None)) is not None]
@@ -246,8 +247,9 @@ class PlanSearch:
         return run if run is not None else self._least(self._fewest, "needed_bytes", self._small)
 
     def smallest_as_traced_whole(self) -> Candidate | None:
-        """Like :meth:`smallest`, with the runs traced whole, which is slower. A budget of that size is enough for a
-        plan.
+        """Return the result of :meth:`smallest` by whole traces, which is slower.
+
+        A budget of its size is enough for a plan.
         """
         return self._settled(self.smallest)
 
@@ -358,7 +360,7 @@ class PlanSearch:
         return add_offers(whole, select_kind(self._offers, OfferKind.ALWAYS)) if conflict(whole) is None else None
 
     def _with_sizes(self, base: Settings, mib_knob: str) -> list[Settings]:
-        """Return ``base`` once for every size of the streamed weights' buffer that is tried, whatever the budget.
+        """Return ``base`` with each buffer size for streamed weights that is tried. Sizes do not depend on the budget.
 
         Args:
             mib_knob: the knob with this size in MiB; "": no size is tried.
@@ -430,7 +432,7 @@ def _choice(run: Candidate, group: Group) -> Choice:
 
 
 _WORTH_A_TRACE = 0.995
-"""Largest part of the best time for which another run is traced."""
+"""Another run is traced only if its predicted time is below this part of the best time."""
 
 _WORTH_MORE_TRACES = 0.95
 """Late offers are tried if a run that does not fit needs less than this part of the best time."""

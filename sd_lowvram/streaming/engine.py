@@ -1,17 +1,19 @@
 """The streaming engine: copies blocks of weights to the device while the device computes.
 
 Resident blocks stay on the device while their models are in use; streamed blocks pass through a ring. Residents and
-ring are one buffer (:mod:`pool`). If the ring follows the activations, each streamed block has its own allocation,
-from its fetch until another block is called. A weight is *lent* while it is on the device: ``tensor.data`` is a view of
-the buffer from the call of its layer until another block is called, and the host copy at all other times. So a program
-that changes or saves weights between runs sees complete weights in host memory.
+ring are one buffer (:mod:`pool`). The ring may also *follow the activations*: its size then differs from moment to
+moment, and each streamed block has its own allocation, from its fetch until another block is called.
+
+A weight is *lent* while ``tensor.data`` is a view of the buffer: a streamed weight from the call of its layer until
+another block is called, a resident one until the run ends. At all other times it is the host copy, so a program that
+changes or saves weights between runs sees complete weights in host memory.
 
 A block is fetched as soon as no layer needs the bytes that it will occupy. The order of the blocks is the order in
 which an earlier run used them; fetches run ahead in that order, into the next step too. A run in another order works,
 but waits for its copies.
 
-Under autograd the ring is not used, because its bytes have changed by the backward: each layer gets copies that
-autograd can repeat (:mod:`followed`), on a CPU the host weights themselves.
+Under autograd the ring is not used, because its bytes are overwritten before the backward. Each layer computes with
+copies, which the backward makes again (:mod:`followed`); on a CPU it computes with the host weights themselves.
 
 Source: basujindal's split model and diffusers' group offloading for the idea; the ring of bytes is ours.
 Fidelity: ``bitwise``; layers split by rows ``rounding``.
@@ -96,7 +98,7 @@ class Stream:
         self._known: list[Any] | None = None  # signature of the models at the last survey; None: survey again
         self._tensors: list[Tensor] = []  # weights of all layers, each once, streamed ones first
         self._contents: list[Any] = []  # their storages and versions at that survey; empty: written to since
-        self._roles: dict[int, tuple[int, ...] | None] = {}  # id(module) -> its blocks; None: a table in host memory
+        self._roles: dict[int, tuple[int, ...] | None] = {}  # id(module) -> its blocks; None: table looked up on host
         self._layout = lay_down((), policy, {})  # the blocks, their schedule and the buffer on the device
         self._copier = Copier(self._host_weights, torch.device("cpu"))
         self._thread: int | None = None  # the thread that runs the models now
@@ -106,8 +108,8 @@ class Stream:
         self._last: int | None = None  # the block entered last
         self._room_taken: Moment | None = None  # recorded when the buffer was allocated
         self._there: set[int] = set()  # blocks whose copy to the device was issued
-        self._lent: dict[int, list[int]] = {}  # block -> versions of its tensors, which show the device now
-        self._passing: set[int] = set()  # lent blocks whose bytes of the ring other blocks use too
+        self._lent: dict[int, list[int]] = {}  # lent block -> versions that its tensors had when they were lent
+        self._passing: set[int] = set()  # streamed blocks that were lent and have not left yet
         self._busy: defaultdict[int, int] = defaultdict(int)  # block -> layers of it that are running
         self._held: defaultdict[int, int] = defaultdict(int)  # block -> enclosing `repeated_calls` that need it
         self._barred: tuple[int, int] | None = None  # the next block to fetch, and the block that is in its way
@@ -214,7 +216,7 @@ class Stream:
 
     @contextlib.contextmanager
     def _part(self, number: int, rows: tuple[int, int]) -> Iterator[None]:
-        """Lend one part of a layer within the block; hooks that widen weights widen each part separately."""
+        """Lend one part of a split layer within a ``with`` block; hooks that widen weights widen each part alone."""
         self._enter(number)
         self._lend(number)
         try:
@@ -336,8 +338,10 @@ class Stream:
         self._there.add(number)
 
     def _prefetch(self, position: int) -> None:
-        """Fetch the blocks after ``position`` while they fit; ``position`` is the number of blocks once a step has
-        ended.
+        """Fetch the blocks after ``position`` while they fit.
+
+        Args:
+            position: number of the block that runs; after a step, the number of all blocks: the first block is next.
         """
         if self._barred is not None and self._bars(*self._barred, position):
             return

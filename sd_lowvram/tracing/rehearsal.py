@@ -1,10 +1,10 @@
-"""A rehearsal: a pipeline's own call runs on a copy whose models answer with zeros of the shapes that they would make.
+"""Rehearsal: run a pipeline's own call on a copy whose models return zeros, in the shapes of their real results.
 
-What each model is called with, how often, in which order, and what the pipeline holds meanwhile is then known before
-anything is computed. The user's pipeline, its models, their hooks and all random generators stay as they are.
+The record shows before anything is computed which models are called, with what, how often and in which order, and what
+the pipeline holds meanwhile. The user's pipeline, its models, their hooks and all random generators stay as they are.
 
-The models of the copy have fake weights (:mod:`.fake_model`); each call of a kind is traced once, and its result is
-made of zeros. Results above ``_REAL`` bytes stay fake, so that films need no memory. Noise is zeros too.
+The models of the copy have fake weights (:mod:`.fake_model`). Equal calls are traced once; each of them returns zeros.
+A tensor above ``_REAL`` bytes stays fake, so that a video needs no memory. Random numbers are zeros too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .tracer import trace_equals_once
 from .values import call_with_values
 
 _REAL = 32 * MIB
-"""The largest result of which there are real zeros."""
+"""Bytes of the largest tensor that is made as real zeros; a larger one stays fake."""
 
 _METHODS = ("forward", "encode", "decode", "generate", "get_image_features", "get_text_features")
 _STEPS, _COUNT = "num_inference_steps", ("num_images_per_prompt", "num_videos_per_prompt")
@@ -82,7 +82,7 @@ def _called_denoisers(record: Rehearsal) -> list[str]:
 
 
 def _repeated(full: Counter[str], fewer: Counter[str]) -> set[str]:
-    """Models that are called more often with more steps; without such a number, those that are called most often."""
+    """Models whose number of calls depends on the steps; if no model's does, those that are called most often."""
     if full != fewer:
         return {name for name in full if full[name] != fewer[name]}
     most = max(full.values(), default=0)
@@ -92,11 +92,11 @@ def _repeated(full: Counter[str], fewer: Counter[str]) -> set[str]:
 def filled(
     pipe: Any, call: Mapping[str, Any], width: int | None, height: int | None, batch: int, steps: int, scale: Any
 ) -> dict[str, Any]:
-    """Return ``call`` with what the signature of ``pipe`` takes of a picture's size, number, steps and guidance.
+    """Return ``call`` plus size, number of pictures, steps and guidance, where ``pipe`` has such parameters.
 
     Args:
         pipe: the pipeline.
-        call: what the user says; it is not changed.
+        call: the user's arguments, which take precedence; it is not changed.
         width, height: of the picture in pixels; None: the pipeline's own.
         batch: pictures at a time.
         steps: denoising steps.
@@ -245,7 +245,7 @@ class _Copy:
             self._rows[row.key] = replace(row, after_bytes=max(row.after_bytes, self._ledger.peak))
 
     def _apply(self, module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """``module._apply``, which torch cannot do to fake weights: new ones of the type that ``convert`` makes."""
+        """Replace ``module._apply``, which fails on fake weights: make new ones of the type that ``convert`` gives."""
         for child in module.children() if recurse else ():
             child._apply(convert)
         for registry in (module._parameters, module._buffers):
@@ -267,7 +267,7 @@ class _Copy:
 
 
 def _fake_models(originals: Mapping[str, nn.Module], mode: FakeTensorMode) -> dict[str, nn.Module]:
-    """Copies of models with fake weights and buffers of their own, which pipelines read."""
+    """Copies of models with fake weights. Small buffers are copied with their values, because pipelines read them."""
     modules = (module for model in originals.values() for module in model.modules())
     buffers = {id(tensor) for module in modules for tensor in module._buffers.values() if tensor is not None}
     stand_ins: dict[int, Tensor] = {}

@@ -1,7 +1,7 @@
 """Feature maps that are worked on by strips of rows, with the normalisation statistics of the whole map.
 
-A *strip* is some rows of a map, with those that a 3x3 convolution looks at beyond them (its halo). A convolution over a
-strip is the layer itself, called on the strip; what it makes of the strip's cut edges is cropped.
+A *strip* is some rows of a map with their *halo*, the neighbouring rows that a 3x3 convolution also reads. The layer
+itself is called on the strip. Rows of the result that lack a neighbour, at the strip's cut edges, are cropped.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ AnyMap = Map | Parked
 
 
 class Halo:
-    """The last rows of a strip, stored until the next strip reads them. Their map is overwritten, or not held.
+    """The last rows of a strip, stored until the next strip reads them: their map is overwritten, or not held.
 
-    A layer of an autoencoder of frames stores rows for each chunk of frames, and frames in the same way.
+    The layers of a video autoencoder store rows of each chunk of frames, and whole frames, in the same way.
     """
 
     def __init__(self, dim: int = 2) -> None:
@@ -68,7 +68,7 @@ class Halo:
             self._stored[key] = rows.clone()
 
     def take(self, key: Hashable = None) -> Tensor | None:
-        """Return the rows that are stored under ``key``, which are stored no longer."""
+        """Remove and return the rows that are stored under ``key``; None if there are none."""
         return self._stored.pop(key, None)
 
     def last(self, count: int) -> Tensor | None:
@@ -77,7 +77,7 @@ class Halo:
         return None if rows is None else rows.narrow(self._dim, rows.shape[self._dim] - count, count)
 
     def join(self, new: Tensor | None, key: Hashable = None) -> Tensor | None:
-        """Return the rows that are stored under ``key``, which are stored no longer, and ``new`` below them."""
+        """Remove the rows that are stored under ``key``; return them with ``new`` below."""
         before = self.take(key)
         if before is None or new is None:
             return before if new is None else new
@@ -137,7 +137,7 @@ class Overwritten:
 
 @dataclass
 class Strip:
-    """Rows ``start`` to ``start + x.shape[2]`` of a map that has ``height`` of them, before or after some layers.
+    """Rows ``start`` to ``start + x.shape[2]`` of a map with ``height`` rows, at some point between two layers.
 
     ``hidden`` are the same rows inside a residual block. With ``wraps`` the map's last row borders on its first.
     """

@@ -1,6 +1,7 @@
-"""Operations on a strip of a map: a step of an autoencoder is one operation, a residual block of any model two halves.
+"""Operations on a strip of a map.
 
-The map may be stored between any two operations; otherwise the strip carries the rows that are still needed.
+A residual block of any model is two operations, its halves. Every other step of an autoencoder is one operation. The
+map may be stored between any two operations; otherwise the strip carries the rows that are still needed.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def run_strip(
         maps: the input, and the map inside a residual block whose first half has run; None if it has not.
         rows: start and stop.
         wraps: as in :func:`.maps.load`.
-        of_hidden: return the rows inside the residual block whose first half comes last.
+        of_hidden: True if the last operation is the first half of a residual block: return the rows inside the block.
         wide: convert the rows to float32 first.
     """
     start, stop = rows

@@ -40,11 +40,11 @@ def equal_spans(total: int, pieces: int, least: int) -> list[Span]:
 
 
 def even_spans(total: int, size: int) -> Iterator[Span]:
-    """Yield start and stop of pieces of about ``size``, all of nearly the same size: memory for one is given.
+    """Yield start and stop of pieces of nearly equal size, at most ``size``, for which there is memory.
 
     Args:
         total: length to divide.
-        size: length of a piece, about.
+        size: largest length of a piece.
 
     Yields:
         (start, stop) of each piece, in order.
@@ -160,7 +160,7 @@ class Statistics:
         bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:
-        """torch's, with the statistics of the whole map."""
+        """Replace torch's ``group_norm``: use the statistics of the whole map."""
         scale, shift = self.affine(input.shape[1], weight, bias, eps)
         if silu:
             from ...kernels.triton.strip import activated_strip
@@ -172,8 +172,8 @@ class Statistics:
 def _moments(grouped: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
     """Mean and variance (N, groups) of a strip (N, groups, channels, rows, W) in float32 or wider.
 
-    A constant map is normalised by 1/sqrt(eps): its mean must be exact to the last bit. ``var_mean`` gives it by
-    running means, in one operator, which is fifteen times as slow on a CPU as those below.
+    In a constant map, normalising multiplies an error of the mean by 1/sqrt(eps), so the mean must be exact to the last
+    bit. ``var_mean`` gives such a mean in one operator. On a CPU it is 15 times as slow as the operators below.
 
     Args:
         in_place: may overwrite the strip.
