@@ -108,6 +108,10 @@ class HostWeights:
             )
         self._known = retained
         self._each = [each for each in self._each if each.tensor() is not None]
+        coming = {id(tensor) for tensor in news}
+        for each in self._each:
+            if id(each.tensor()) in coming:  # it holds other memory now
+                each.memory = _HostMemory("ordinary", 0)
         self._count()
         if active_fake_mode(*news) is not None:
             for tensor in news:
@@ -172,8 +176,10 @@ class HostWeights:
         """Sum up the memory of the host weights that exist; the budget gets back what others had."""
         memories = {id(each.memory): each.memory for each in self._each}.values()
         before = self.pinned_bytes + self.held_bytes + self._cached_bytes
-        kinds = {kind: sum(m.nbytes for m in memories if m.kind == kind) for kind in ("pinned", "ordinary", "mapped")}
-        self.pinned_bytes, self.held_bytes, self.mapped_bytes = kinds["pinned"], kinds["ordinary"], kinds["mapped"]
+        self.pinned_bytes = sum({m.storage or id(m): m.nbytes for m in memories if m.kind == "pinned"}.values())
+        self.held_bytes, self.mapped_bytes = (
+            sum(m.nbytes for m in memories if m.kind == kind) for kind in ("ordinary", "mapped")
+        )
         self._cached_bytes = sum(memory.nbytes for memory in memories if memory.cached)
         self._mapped = {memory.storage for memory in memories if memory.kind == "mapped"}
         self._on_disk = sorted((m.start, m.start + m.nbytes) for m in memories if m.on_disk)
@@ -238,13 +244,15 @@ class HostWeights:
                 from_file = past if kind == "mapped" else None
                 copy = slabs.copy_of(data, like, most - slabs.total - ordinary + given_up, from_file)
                 ordinary -= given_up if copy is not None else 0
-            pinned = copy is not None or kind == "pinned"
+            if copy is not None:
+                memory = _HostMemory("pinned", copy.untyped_storage().nbytes(), storage_key(copy))
+            elif kind == "mapped":
+                memory = _HostMemory("mapped", size, storage_key(data), data.data_ptr())
+                waiting.append((data, memory))
+            else:
+                memory = _HostMemory("pinned" if kind == "pinned" else "ordinary", size)
             if copy is None and kind == "device":
                 copy, ordinary = data.to("cpu"), ordinary + size
-            account = "pinned" if pinned else "mapped" if kind == "mapped" else "ordinary"
-            memory = _HostMemory(account, align(size) if pinned else size, storage_key(data), data.data_ptr())
-            if account == "mapped":
-                waiting.append((data, memory))
             for tensor in sharing:
                 original = data if kind == "mapped" else None
                 self._each.append(_HostTensor(TensorWeakRef(tensor), memory, original, data.device, kind == "pinned"))
@@ -263,15 +271,17 @@ class HostWeights:
 
 @dataclass(eq=False)
 class _HostMemory:
-    """Memory of a host weight, and of those tied to it: its kind, and for a mapped one where it lies.
+    """Memory of a host weight, and of those tied to it: its kind, and where it lies.
 
-    A mapped one is ``cached`` if the system's cache may hold it within the budget, ``on_disk`` if it is read from the
-    disk at every copy."""
+    A pinned copy has the ``nbytes`` of the whole slab in which it lies, which is freed with the last weight in it; the
+    slab is its ``storage``. A mapped one is ``cached`` if the system's cache may hold it within the budget, ``on_disk``
+    if it is read from the disk at every copy.
+    """
 
     kind: str
     nbytes: int
-    storage: int
-    start: int
+    storage: int = 0
+    start: int = 0
     cached: bool = False
     on_disk: bool = False
 

@@ -140,6 +140,26 @@ def test_memory_of_weights_that_ended_is_free_for_later_ones_within_the_same_bud
     assert _in_file(second) and _in_file(third)
 
 
+def test_a_weight_that_gets_new_memory_is_counted_once(mapped: dict[str, Tensor]) -> None:
+    ordinary, other = torch.ones(1000), nn.Parameter(mapped["large"], requires_grad=False)
+    host_weights = host_weights_of([ordinary, other], RING_BYTES + 16 * MIB, CPU)
+    host_bytes = host_weights.host_bytes
+    for _ in range(3):
+        ordinary.data = ordinary.data.clone()
+        other.data = mapped["large"].data
+        host_weights.add([ordinary, other])
+        assert (host_weights.host_bytes, host_weights.mapped_bytes) == (host_bytes, 0)
+
+
+def test_a_slab_is_counted_while_a_weight_in_it_exists(mapped: dict[str, Tensor]) -> None:
+    first, second = (nn.Parameter(mapped["large"][at], requires_grad=False) for at in (slice(0, 100), slice(100, 200)))
+    host_weights = host_weights_of([first, second], RING_BYTES + 16 * MIB, CPU)
+    pinned = host_weights.pinned_bytes
+    del first
+    host_weights.add([second])
+    assert host_weights.pinned_bytes == pinned >= 2 * second.nbytes
+
+
 def test_ordinary_memory_is_not_copied() -> None:
     tensor = torch.ones(2048, 2048)
     at = tensor.data_ptr()
