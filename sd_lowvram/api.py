@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .devices.support import device_of
 from .errors import BadInputError, ConflictError, UnsupportedModelError, ran_out
 from .hooks.precision import force_upcast
-from .memory.limit import Bound, is_limitable
+from .memory.limit import Bound, is_limitable, setter_followed
 from .memory.threads import pause_models
 from .models.anatomy import Anatomy
 from .models.causal_autoencoder import FRAMES
@@ -228,7 +228,7 @@ def _put_on(target: Any, chosen: Plan, watches: Callable[[Anatomy, Request], Ite
     device = chosen.request.device
     rehearsal = chosen.request.rehearsal
     coming = Attachment(anatomy_of(target, chosen.settings, rehearsal), chosen.settings, device)
-    with pause_models(coming.modules(), coming.places), host_budget(chosen.request.ram, parked):
+    with pause_models(coming.modules(), coming.places), host_budget(chosen.request.ram, parked), setter_followed():
         restore(target)
         attachment = attach(target, chosen.settings, device, chosen.timing, rehearsal)
         attachment.plan = chosen
@@ -469,10 +469,10 @@ def _rehearsal(target: Any, run: RunOptions, scale: Any, call: Mapping[str, Any]
     try:
         record = rehearse(target, **filled(target, call or {}, *size, scale))
     except Exception as error:
-        if call is None:
-            return None
         if ran_out(error):
             raise
+        if call is None:
+            return None
         raise cannot_be_rehearsed(target, call, error) from error
     return record if record.rows else None
 

@@ -34,7 +34,7 @@ _NATIVE, _ASYNC = "native", "cudaMallocAsync"
 """torch's names of its own allocator and of CUDA's pools. Other allocators have no limit."""
 
 _NOTICED = 32 * MIB
-"""For a plan with one model: a larger change of allocated bytes since its last call begins a new run."""
+"""A larger change of allocated bytes between two calls of a stage begins a new run."""
 
 
 def limits_reserved() -> bool:
@@ -60,7 +60,7 @@ _fractions: dict[int, float] = {}
 """The fraction that was set last, by GPU, for versions of torch that do not report it (before 2.6)."""
 
 _stated: set[int] = set()
-"""GPUs whose fraction the user has set while :func:`_setter_followed` was active, for the same versions of torch."""
+"""GPUs whose fraction the user has set while :func:`setter_followed` was active, for the same versions of torch."""
 
 
 def allowed_bytes(device: torch.device) -> float:
@@ -73,12 +73,13 @@ def fraction_of(device: torch.device | int) -> float:
     """Return the part of a GPU that torch may reserve; 1.0 if it is unknown."""
     index = _index(device)
     ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return float(ask(index)) if ask else _fractions.get(index, 1.0)
+    # where no limit was ever set, cudaMallocAsync reports far more than the GPU has
+    return min(1.0, float(ask(index))) if ask else _fractions.get(index, 1.0)
 
 
 @Shared
 @contextlib.contextmanager
-def _setter_followed() -> Iterator[None]:
+def setter_followed() -> Iterator[None]:
     """Note every fraction that the user sets, for versions of torch that do not report it."""
     if _is_reported():
         yield
@@ -109,6 +110,10 @@ def _index(device: Any) -> int:
     return torch.cuda.current_device() if index is None else index
 
 
+_warned: set[int] = set()
+"""GPUs of which it was logged that their limit is 1.0 after planned calls."""
+
+
 class _Card:
     """One GPU: its plans, and the limits of the calls that run, the innermost last."""
 
@@ -137,7 +142,8 @@ class _Card:
             if fraction_of(self.index) != self._ours:
                 self._users = fraction_of(self.index)
             self._set()
-        if not self._limits and not _is_reported() and self.index not in _stated:
+        if not self._limits and not _is_reported() and self.index not in _stated | _warned:
+            _warned.add(self.index)
             happened(
                 __name__,
                 "this version of torch does not report set_per_process_memory_fraction: after planned calls it is 1.0 "
@@ -148,7 +154,8 @@ class _Card:
         limit = min([self._users, *list(self._limits.values())[-1:]])
         if limit != fraction_of(self.index):
             setter = torch.cuda.set_per_process_memory_fraction
-            getattr(setter, "__wrapped__", setter)(limit, self.index)
+            with torch.cuda.device(self.index):  # the setter leaves its GPU as the current one
+                getattr(setter, "__wrapped__", setter)(limit, self.index)
             if not _is_reported():
                 _fractions[self.index] = limit
         self._ours = fraction_of(self.index)
@@ -162,9 +169,10 @@ class _Card:
         with torch.cuda.device(self.index):
             torch.cuda.empty_cache()
         components = [part for bound in list(self.plans) for part in bound.components]
-        tensors = [tensor for tensor in (*all_tensors(*components), *inputs) if tensor.device.type == "cuda"]
+        here = torch.device("cuda", self.index)
+        tensors = [tensor for tensor in (*all_tensors(*components), *inputs) if tensor.device == here]
         storages = (tensor.untyped_storage() for tensor in tensors)
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages} | _live_buffers()
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages} | _live_buffers(self.index)
         if limits_reserved():
             self.unplanned_bytes = _unplanned(self.index, sorted(sizes))
         else:
@@ -180,8 +188,10 @@ _cards: dict[int, _Card] = {}
 
 # What is planned, and what is not
 
-_buffers: list[tuple[StorageWeakRef, int, int]] = []
-"""Buffers of weights on GPUs: reference, address, bytes."""
+_buffers: list[tuple[StorageWeakRef, int, int, int]] = []
+"""Buffers of weights on GPUs: reference, GPU, address, bytes."""
+
+_buffers_lock = threading.Lock()
 
 atexit.register(_buffers.clear)  # a reference cannot be freed once torch's modules are gone
 
@@ -193,16 +203,16 @@ def note_buffer(buffer: Tensor) -> None:
     """Note a buffer of streamed weights as planned."""
     if buffer.device.type != "cuda":
         return
-    if len(_buffers) % 64 == 63:
-        _live_buffers()
     storage = buffer.untyped_storage()
-    _buffers.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
+    with _buffers_lock:
+        _buffers[:] = [entry for entry in _buffers if not entry[0].expired()]
+        _buffers.append((StorageWeakRef(storage), _index(buffer.device), storage.data_ptr(), storage.nbytes()))
 
 
-def _live_buffers() -> dict[int, int]:
-    """Addresses and bytes of buffers that exist; the others are forgotten."""
-    _buffers[:] = [entry for entry in _buffers if not entry[0].expired()]
-    return {address: size for _, address, size in _buffers}
+def _live_buffers(index: int) -> dict[int, int]:
+    """Addresses and bytes of the buffers on a GPU that exist."""
+    with _buffers_lock:
+        return {address: size for ref, at, address, size in _buffers if at == index and not ref.expired()}
 
 
 @contextlib.contextmanager
@@ -267,7 +277,8 @@ _PLACES = {"text": 0, "encode": 0, "control": 1, "denoise": 1, "decode": 2}
 class Bound:
     """The budget of one plan on a GPU, and the calls that it limits.
 
-    A call begins a new run if its stage comes before the stage of the last call. Unplanned tensors are counted at that
+    A call begins a new run if its stage comes before the stage of the last call, or if much was allocated or freed
+    since a call of the same stage. Unplanned tensors are counted at that
     call, and their number of bytes stays the same during the run. The limit is this number plus the budgets of all
     attached plans that have run on the GPU, less the driver's context.
     """
@@ -294,9 +305,9 @@ class Bound:
         self._stages = dict(stages)
         self._card = _cards.setdefault(_index(device), _Card(_index(device)))
         self._last: int | None = None
-        self._left = 0
+        self._left = self._running = 0
         self._following = contextlib.ExitStack()
-        self._following.enter_context(_setter_followed())
+        self._following.enter_context(setter_followed())
 
     def close(self) -> None:
         """Forget the plan: its budget is added to no other's."""
@@ -317,16 +328,21 @@ class Bound:
             return
         place = self._place(component, entry)
         self._card.plans.add(self)
-        if self._begins(place):
+        if not self._running and self._begins(place):
             leaves = tree_flatten(inputs)[0]
             self._card.measure_unplanned(leaf for leaf in leaves if isinstance(leaf, Tensor))
         self._last = place
         budgets = sum(bound.budget_bytes for bound in list(self._card.plans))
         call = object()
+        self._running += 1
         try:
             self._card.begin(call, self._card.unplanned_bytes + budgets - self._context_bytes)
             yield
+        except BaseException:
+            self._last = None  # the next call begins a new run
+            raise
         finally:
+            self._running -= 1
             self._card.end(call)
             self._left = torch.cuda.memory_allocated(self._card.index)
 
@@ -338,5 +354,4 @@ class Bound:
     def _begins(self, place: int) -> bool:
         if self._last is None or place < self._last:
             return True
-        alone = len(self.components) == 1
-        return alone and abs(torch.cuda.memory_allocated(self._card.index) - self._left) > _NOTICED
+        return place == self._last and abs(torch.cuda.memory_allocated(self._card.index) - self._left) > _NOTICED
