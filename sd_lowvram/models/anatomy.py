@@ -232,7 +232,8 @@ class Anatomy:
     def steps(self) -> tuple[tuple[str, ...], ...]:
         """Models that run in every step, in groups that take turns within a step."""
         if self.rehearsal is not None:
-            return self.rehearsal.steps
+            groups = (tuple(name for name in group if name in self.components) for group in self.rehearsal.steps)
+            return tuple(group for group in groups if group)
         if self.denoiser not in self.components:
             return ()
         return (tuple(name for name in self.components if name.startswith("controlnet") or name == self.denoiser),)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..compat.private import FakeTensor, tree_flatten
-from ..errors import BudgetError
+from ..errors import BudgetError, PlanningError
 from ..memory.accounts import tracing
 from ..models.anatomy import Anatomy
 from ..models.calls import LatentsInCall, map_in_call
@@ -64,20 +64,24 @@ def watch_calls(anatomy: Anatomy, record: Rehearsal, replan: Callable[[Rehearsal
     """
     for name, component in anatomy.components.items():
         for entry in anatomy.entries[name]:
-            alike = (row for row in record.rows if (row.component, row.path, row.method) == (name, "", entry))
-            most = max((row.given_bytes for row in alike), default=0)
-            yield wrap(component, entry, _CallWatch(name, component, entry, record, most, replan), "size watch")
+            alike = [row for row in record.rows if (row.component, row.path, row.method) == (name, "", entry)]
+            most, reads = max((row.given_bytes for row in alike), default=0), any(row.reads for row in alike)
+            yield wrap(component, entry, _CallWatch(name, component, entry, record, most, reads, replan), "size watch")
 
 
 @dataclass(frozen=True)
 class _CallWatch:
-    """Looks at the calls of a model, of which ``most`` bytes of tensors among the arguments were planned."""
+    """Looks at the calls of a model, of which ``most`` bytes of tensors among the arguments were planned.
+
+    A model that ``reads`` values can be traced with values that are on the CPU only. If they are on the GPU, a larger
+    call runs as it is."""
 
     name: str
     component: Any
     entry: str
     record: Rehearsal
     most: int
+    reads: bool
     replan: Callable[[Rehearsal], None]
     seen: set[tuple[torch.Size, ...]] = field(default_factory=set)
 
@@ -89,11 +93,16 @@ class _CallWatch:
         given = sum(tensor.nbytes for tensor in tensors)
         if given > self.most:
             try:
-                self.replan(self.record.with_larger(row_of(self.name, "", self.entry, None, args, kwargs)))
+                self.replan(self.record.with_larger(row_of(self.name, "", self.entry, None, args, kwargs, self.reads)))
             except BudgetError as error:
                 more = f"{self.name} is called with {format_size(given)}, more than planned ({format_size(self.most)})"
                 error.args = (f"{more}: {error}",)
                 raise
+            except PlanningError:
+                if not self.reads:
+                    raise
+                self.seen.add(shapes)
+                return original(*args, **kwargs)
             return getattr(self.component, self.entry)(*args, **kwargs)
         self.seen.add(shapes)
         return original(*args, **kwargs)

@@ -49,9 +49,10 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
 
 
 def _rehearsed(anatomy: Anatomy, record: Rehearsal) -> list[Stage]:
-    """The recorded calls of each model, one after the other; calls of an autoencoder's two methods are two stages."""
+    """The recorded calls of each model that is still there, one after the other; calls of an autoencoder's two methods
+    are two stages."""
     rows: dict[tuple[str, str], list[Row]] = {}
-    for row in record.calls:
+    for row in (row for row in record.calls if row.component in anatomy.components):
         name = _recorded_name(anatomy, row)
         if row not in rows.setdefault((name, row.component), []):
             rows[name, row.component].append(row)

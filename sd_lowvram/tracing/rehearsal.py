@@ -59,10 +59,12 @@ def rehearse(pipe: Any, /, **call: Any) -> Rehearsal:
     Args:
         pipe: a pipeline of diffusers, or any callable object with its models by name in ``components``.
         call: the arguments of its call. Of tensors only shapes and types count, unless the pipeline itself reads them.
+            Callbacks are left out.
 
     Raises:
         Exception: whatever the call raises; torch's DataDependentOutputException if a model reads values.
     """
+    call = {name: value for name, value in call.items() if not name.startswith("callback")}
     copied = _Copy(pipe)
     full = copied.run(call)
     steps = call.get(_STEPS, getattr(_parameters(pipe).get(_STEPS), "default", None))

@@ -93,12 +93,12 @@ def test_a_pipeline_of_diffusers_without_a_family_is_planned_by_its_call() -> No
     call = rehearsed.lumina2_call()
     asked = {"width": todays.SIZE, "height": todays.SIZE, "steps": 2, "device": "cpu"}
 
-    def made() -> Tensor:
+    def made(scale: int = 1) -> Tensor:
         seed = torch.Generator().manual_seed(3)
-        size = {"width": todays.SIZE, "height": todays.SIZE, "num_inference_steps": 2}
+        size = {"width": scale * todays.SIZE, "height": scale * todays.SIZE, "num_inference_steps": 2}
         return torch.as_tensor(pipe(**call, **size, generator=seed, output_type="pt").images)
 
-    expected = made()
+    expected, larger = made(), made(2)
     with pytest.raises(UnsupportedModelError, match="argument call states"):
         sd_lowvram.plan(pipe, vram="1GB", **asked)
     plenty = sd_lowvram.plan(pipe, vram="1GB", call=call, **asked)
@@ -108,6 +108,21 @@ def test_a_pipeline_of_diffusers_without_a_family_is_planned_by_its_call() -> No
         with sd_lowvram.measured(pipe) as run:
             assert (made() - expected).abs().max() <= (0 if plan.fidelity is Fidelity.BITWISE else 1e-5)
         assert within(plan, run)
+    assert (made(2) - larger).abs().max() <= 1e-5  # planned anew by the values of its masks
+    now = sd_lowvram.session.attachments(pipe)[-1].plan
+    assert now.predicted.peak_bytes > plan.predicted.peak_bytes
+
+
+def test_a_model_that_was_removed_needs_no_plan() -> None:
+    pipe = TwoExperts(32)
+    sd_lowvram.optimize(pipe, vram="1GB", width=64, height=64, device="cpu", call=CALL)
+    asked = sd_lowvram.session.attachments(pipe)[-1].plan.request
+    record, shape = asked.rehearsal, asked.shape
+    sd_lowvram.restore(pipe)
+    pipe.reader = None
+    anatomy = anatomy_of(pipe, None, record)
+    planned = stages(anatomy, shape, encodes=False)
+    assert {stage.component for stage in planned} == {"early", "late", "vae"}
 
 
 def test_a_model_that_reads_values_is_refused_with_the_remedy() -> None:

@@ -76,6 +76,12 @@ def test_an_error_in_the_call_leaves_the_pipeline_as_it_was() -> None:
     assert state(pipe) == before and given.get_state().tolist() == drawn
 
 
+def test_callbacks_are_not_called() -> None:
+    call = {"prompt": "a", "width": 64, "height": 64, "num_inference_steps": 2, "output_type": "latent"}
+    record = rehearse(tiny.pipeline("sd15"), **call, callback_on_step_end=pytest.fail)
+    assert record.counts["unet"] == 2
+
+
 def test_two_threads_rehearse_one_pipeline() -> None:
     pipe = tiny.pipeline("sd15")
     call = {"prompt": "a red apple", "width": 64, "height": 64, "num_inference_steps": 2, "output_type": "pt"}
