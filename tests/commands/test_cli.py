@@ -220,9 +220,9 @@ def test_generate_ends_with_file_peak_and_time_and_the_demo_model_says_its_size(
     done = here("generate", "a red apple", "--steps", 1, "--width", 64, "--height", 64, "--vram", "1GB", "-o", "a.png")
     assert done.exit_code == 0, done.stderr
     file, peak, seconds = done.stdout.strip().splitlines()[-3:]
-    assert file == "a.png" and re.fullmatch(r"peak [\d.]+ MiB of 1 GiB, as planned", peak)
+    assert file == "a.png" and re.fullmatch(r"[\d.]+ MiB allocated of 1 GiB, as planned", peak)
     assert re.fullmatch(r"time .* s, and .* s to load the model", seconds)
-    assert (done.stdout + done.stderr).count("peak") == 1
+    assert (done.stdout + done.stderr).count("allocated") == 1
     assert re.search("128x128.*64x64", done.stderr)
 
 
