@@ -19,7 +19,7 @@ STEPS = 3
 
 
 def state(pipe: Any) -> Any:
-    """What a rehearsal must not change: objects, types, places and bits of all weights, attributes, hooks."""
+    """The state that a rehearsal must not change: objects, types, places and bits of all weights, attributes, hooks."""
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     tensors = [
         (name, path, id(tensor), tensor.data_ptr(), tensor.dtype, tensor._version)
