@@ -61,18 +61,19 @@ def test_the_autoencoder_is_rehearsed_in_the_type_that_it_is_widened_to() -> Non
     assert state(pipe) == before and rehearsed.rehearsal(record) == rehearsed.real(pipe, **call)
 
 
-def test_an_error_in_the_call_leaves_the_pipeline_as_it_was() -> None:
+def test_an_error_in_the_call_leaves_the_pipeline_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = todays.flux()
     given = torch.Generator().manual_seed(3)
     before, drawn = state(pipe), given.get_state().tolist()
     with pytest.raises(ValueError, match="Provide"):
         rehearse(pipe, num_inference_steps=2, generator=given)
 
-    def stops(pipe: Any, step: int, time: Any, kwargs: Any) -> Any:
+    def stops(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(type(pipe.scheduler), "step", stops)
     with pytest.raises(KeyboardInterrupt):
-        rehearse(pipe, **todays.prompts(pipe), width=64, height=64, callback_on_step_end=stops, generator=given)
+        rehearse(pipe, **todays.prompts(pipe), width=64, height=64, generator=given)
     assert state(pipe) == before and given.get_state().tolist() == drawn
 
 
