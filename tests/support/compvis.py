@@ -27,6 +27,7 @@ _TOPOLOGY: dict[str, Any] = {
     "use_checkpoint": False,
     "legacy": False,
 }
+SHALLOW: dict[str, Any] = {"num_res_blocks": 1, "channel_mult": (1, 2), "attention_resolutions": [1]}
 DECODER: dict[str, Any] = {
     "double_z": True,
     "z_channels": 4,
@@ -73,21 +74,25 @@ def lightning_at_hand() -> Iterator[None]:
             del sys.modules["pytorch_lightning"]
 
 
-def vae() -> Any:
-    """A narrow AutoencoderKL."""
+def vae(**changed: Any) -> Any:
+    """A narrow AutoencoderKL, its decoder's arguments ``changed``."""
     with lightning_at_hand():
         from ldm.models.autoencoder import AutoencoderKL
-    return with_random_weights(AutoencoderKL(DECODER, {"target": "torch.nn.Identity"}, 4))
+    return with_random_weights(AutoencoderKL({**DECODER, **changed}, {"target": "torch.nn.Identity"}, 4))
 
 
 class LatentDiffusion(nn.Module):
-    """A shell as CompVis' and sgm's, which keep their models like this."""
+    """A shell as CompVis' and sgm's, which keep their models like this.
 
-    def __init__(self) -> None:
+    Args:
+        shallow: a UNet of two levels with a block each, which has the same calls as that of four with two.
+    """
+
+    def __init__(self, shallow: bool = True) -> None:
         super().__init__()
         self.model = nn.Module()
-        self.model.diffusion_model = unet()
-        self.first_stage_model = vae()
+        self.model.diffusion_model = unet(**SHALLOW) if shallow else unet()
+        self.first_stage_model = vae(num_res_blocks=1) if shallow else vae()
 
 
 def with_random_weights(module: Any) -> Any:

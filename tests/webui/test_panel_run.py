@@ -171,7 +171,7 @@ def test_on_for_one_generation_and_off_without_a_trace(host: Any, script: Any, c
     before, plain = state(host.sd_model), denoised(host.sd_model)
     p = generation()
     script.process(p, {"enabled": True, "vram": "4GB"})
-    assert "attention 34" in capsys.readouterr().out
+    assert "attention 10" in capsys.readouterr().out
     assert p.extra_generation_params == {"Low VRAM": "vram 4GB"} and p.init() == "begun"
     during = denoised(host.sd_model)
     assert not torch.equal(during, plain) and torch.allclose(during, plain, rtol=1e-3, atol=1e-5)
@@ -523,7 +523,7 @@ def test_a_refiner_is_planned_and_attached_at_the_switch(host: Any, script: Any,
     assert state(base) != before
     switched.models.reload_model_weights(info=checkpoint("refiner"))
     assert switched.states == [before]  # nothing of ours is on a model that the host throws away
-    assert capsys.readouterr().out.count("sites: attention 34") == 2
+    assert capsys.readouterr().out.count("sites: attention 10") == 2
     assert vars(host.sd_model.model.diffusion_model)["forward"] and vars(host.sd_model.first_stage_model)["decode"]
     script.postprocess(p, None)
     assert switched.models.reload_model_weights is switched.reload
@@ -643,7 +643,7 @@ def test_a_refusal_names_the_limit_in_question(host: Any, knobs: dict[str, Any],
 
 def moved(flags: dict[str, bool]) -> Any:
     """A host that moves weights itself: AUTOMATIC1111 with ``flags``, or Forge where there are none."""
-    shell = compvis.LatentDiffusion()
+    shell = compvis.LatentDiffusion(shallow=False)
     shell.lowvram = True
     base = SimpleNamespace(diffusion_model=shell.model.diffusion_model)
     held = SimpleNamespace(unet=SimpleNamespace(model=base), vae=shell)
