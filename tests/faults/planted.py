@@ -2,7 +2,8 @@
 
 ``tests/data/planted.jsonl`` holds a fault a line: the file, a text that occurs once in it, by what it is replaced, and
 the tests that see it. Each fault is planted in a copy of the tree, where its own tests alone run. Seen is what a test
-fails by that ran; tests that cannot be collected have seen nothing. A WORD names faults that have it in their line.
+fails by that ran; tests that cannot be collected, or are rare, have seen nothing. A WORD names faults that have it in
+their line.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def tested(tree: Path, tests: list[str]) -> tuple[int, str]:
     kept = [one for one in sys.path if not Path(one).is_relative_to(ROOT) or Path(one).is_relative_to(sys.prefix)]
     sys.path[:] = [str(tree), *kept]
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        code = pytest.main(["-qx", "-p", "no:cacheprovider", *tests])
+        code = pytest.main(["-qx", "-p", "no:cacheprovider", "-m", "not rare", *tests])
     return int(code), output.getvalue()
 
 
