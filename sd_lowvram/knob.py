@@ -47,7 +47,7 @@ FIDELITIES = (
 
 
 class Act(enum.Enum):
-    """A behaviour of a knob with which some other knobs cannot be combined.
+    """A behaviour of a knob, by which other knobs exclude it and plans price it.
 
     Its value ends the sentence ``... cannot go with ..., which``.
     """
@@ -62,6 +62,15 @@ class Act(enum.Enum):
     WIDENS_WEIGHTS = "makes new weights at every call of a layer"
     COPIES_WEIGHTS = "keeps a second copy of weights"
     REPLAYS = "replaces the pass by a recording of it"
+    RECORDS = "launches a recorded pass as one operator"
+    FUSES = "computes several operators in one kernel"
+    HALVES_PRODUCTS = "computes products alone in fp16"
+    CONVERTS_WEIGHTS = "stores weights in another type or order"
+    COMPRESSES_WEIGHTS = "stores weights in 8 bits"
+    REORDERS_KERNELS = "stores the weights of convolutions in another order"
+    PLACES_WEIGHTS = "chooses the place of weights"
+    MOVES_MODELS = "has one whole model on the device at a time"
+    ON_PROCESSOR = "computes on the processor next to a GPU"
 
 
 class Depth(enum.IntEnum):

@@ -176,6 +176,20 @@ def acts(settings: Settings) -> frozenset[Act]:
     return frozenset().union(*(knob.acts_of(value) for _, knob, value in settings.decided()))
 
 
+def only(settings: Settings, *behaviours: Act) -> Settings:
+    """``settings`` with no knobs but those that declare one of ``behaviours``, whatever their values."""
+    return Settings(**{name: getattr(settings, name) for name in _declaring(*behaviours)})
+
+
+def without(settings: Settings, *behaviours: Act) -> Settings:
+    """``settings`` without the knobs that declare one of ``behaviours``, whatever their values."""
+    return dataclasses.replace(settings, **dict.fromkeys(_declaring(*behaviours)))
+
+
+def _declaring(*behaviours: Act) -> list[str]:
+    return [name for name, knob in knobs().items() if not knob.acts.keys().isdisjoint(behaviours)]
+
+
 def implied(settings: Settings) -> Settings:
     """``settings`` with the values that decided knobs imply for undecided ones."""
     for _, knob, _ in list(settings.decided()):

@@ -77,6 +77,14 @@ def deep_modules(anatomy: Anatomy, settings: Settings) -> tuple[nn.Module, ...]:
     return path.modules[first + 1 : last]
 
 
+def skipped_layers(anatomy: Anatomy, settings: Settings, steps: int) -> tuple[frozenset[str], float]:
+    """Paths of the modules that do not run at every step, and the share of ``steps`` in which they do not."""
+    deep = set(deep_modules(anatomy, settings))
+    modules = anatomy.components[anatomy.denoiser or ""].named_modules()
+    full = -(-steps // (settings.deep_cache or 1)) / steps
+    return frozenset(path for path, module in modules if module in deep), 1 - full
+
+
 class _Reuse:
     """Outputs of deep modules at the last full step, by call of the denoiser.
 

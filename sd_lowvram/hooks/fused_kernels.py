@@ -70,6 +70,13 @@ def in_autoencoder(settings: Settings) -> bool:
     return bool(settings.fused_kernels if own is None else own)
 
 
+def kernels_in(settings: Settings, autoencoder: bool) -> tuple[str, ...]:
+    """Prefixes of the names of the measured kernels that run in the autoencoder, or in the other models."""
+    if autoencoder:
+        return FUSED_AUTOENCODER if in_autoencoder(settings) else ()
+    return FUSED_DENOISER if settings.fused_kernels else ()
+
+
 def offers(target: Target) -> Iterator[Offer]:
     """Offer fused kernels to denoiser and autoencoder, each if it has sites and they are known to be faster there."""
     anatomy = target.anatomy

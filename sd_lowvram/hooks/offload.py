@@ -10,6 +10,7 @@ the device's account and the host's.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -151,3 +152,15 @@ def policy_of(settings: Settings, denoises: bool, timing: StepTiming | None = No
     in_pieces = settings.guidance_in_turn or settings.residual_strips or settings.transformer_chunks
     timing = timing if denoises else None
     return ResidencyPolicy(kind, buffer_bytes, split, timing, grows=not denoises, together=bool(denoises and in_pieces))
+
+
+def single_layers(settings: Settings) -> ResidencyPolicy:
+    """Policy that streams one layer at a time, in parts if ``settings.split_layers`` says so."""
+    return ResidencyPolicy("layer", split=bool(settings.split_layers))
+
+
+def without_spare_buffer(settings: Settings, needed: Callable[[], int]) -> Settings:
+    """``settings`` with a buffer of at most ``needed()`` bytes for blocks: a larger one gives the same run."""
+    if settings.weights_mib is None or settings.offload != "blocks":
+        return settings
+    return dataclasses.replace(settings, weights_mib=min(settings.weights_mib, -(-needed() // MIB)))

@@ -8,6 +8,7 @@ fp16 is broken, as in AUTOMATIC1111's upcast sampling. Fidelity: a wider type is
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -167,6 +168,17 @@ def arithmetic(anatomy: Anatomy, name: str, settings: Settings) -> Arithmetic:
         overflows=dtype == torch.float16 and force_upcast(anatomy, name),
         fidelity=_fidelity(anatomy, name, settings),
     )
+
+
+def widened(settings: Settings) -> Settings:
+    """``settings`` for a component that overflows in fp16, which its pipeline runs in fp32."""
+    return dataclasses.replace(settings, precision="fp32")
+
+
+def fidelity_of_knobs(settings: Settings) -> Fidelity:
+    """Return the lowest fidelity of the decided knobs except ``precision``, which differs by component."""
+    others = (knob.fidelity_of(value) for name, knob, value in settings.decided() if name != "precision" and value)
+    return max(others, default=Fidelity.BITWISE)
 
 
 def _fidelity(anatomy: Anatomy, name: str, settings: Settings) -> Fidelity:

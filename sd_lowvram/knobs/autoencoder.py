@@ -66,6 +66,7 @@ class AutoencoderKnobs:
         hook={"cpu": "offload"},
         undecided=("auto",),
         depth=Depth.PLACES,
+        acts={Act.ON_PROCESSOR: ("cpu",)},
     )
     winograd: bool | None = declared(
         place=28,
@@ -87,5 +88,5 @@ class AutoencoderKnobs:
         stages=AUTOENCODER,
         hook="fused_kernels",
         depth=Depth.COMPUTES,
-        acts={Act.ACTS_IN_DECODER: ANY},
+        acts={Act.ACTS_IN_DECODER: ANY, Act.FUSES: ANY},
     )

@@ -40,7 +40,7 @@ class SpeedKnobs:
         stages=("denoise", *AUTOENCODER),
         hook="fused_kernels",
         depth=Depth.COMPUTES,
-        acts=IN_BLOCKS,
+        acts=IN_BLOCKS | {Act.FUSES: ANY},
     )
     deep_cache: int | None = declared(
         place=22,
@@ -111,6 +111,6 @@ class SpeedKnobs:
         stages=DENOISE,
         hook="cuda_graphs",
         depth=Depth.REPLAYS,
-        acts={Act.REPLAYS: ANY},
+        acts={Act.REPLAYS: ANY, Act.RECORDS: ANY},
         excludes=dict.fromkeys((Act.COPIES_TO_HOST, Act.SKIPS_LAYERS, Act.WIDENS_WEIGHTS, Act.PARKS_WEIGHTS), ANY),
     )

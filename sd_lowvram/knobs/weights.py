@@ -27,7 +27,11 @@ class WeightsKnobs:
         surfaces=NOT_COMFYUI,
         hook="precision",
         depth=Depth.CONVERTS,
-        acts={Act.WIDENS_WEIGHTS: ("fp16-storage", "fp16-products")},
+        acts={
+            Act.WIDENS_WEIGHTS: ("fp16-storage", "fp16-products"),
+            Act.HALVES_PRODUCTS: ("fp16-products",),
+            Act.CONVERTS_WEIGHTS: ANY,
+        },
     )
     channels_last: bool | None = declared(
         place=4,
@@ -39,6 +43,7 @@ class WeightsKnobs:
         stages=ATTENDING,
         hook="channels_last",
         depth=Depth.CONVERTS,
+        acts={Act.CONVERTS_WEIGHTS: ANY, Act.REORDERS_KERNELS: ANY},
     )
     offload: str | None = declared(
         place=11,
@@ -51,7 +56,8 @@ class WeightsKnobs:
         surfaces=NOT_COMFYUI,
         hook="offload",
         depth=Depth.PLACES,
-        acts={Act.PARKS_WEIGHTS: ("component", *STREAMED), Act.STREAMS_WEIGHTS: STREAMED, Act.KEEPS_STATE: STREAMED},
+        acts={Act.PARKS_WEIGHTS: ("component", *STREAMED), Act.STREAMS_WEIGHTS: STREAMED, Act.KEEPS_STATE: STREAMED}
+        | {Act.PLACES_WEIGHTS: ANY, Act.MOVES_MODELS: ("component",)},
     )
     weights_mib: int | None = declared(
         place=17,
@@ -63,6 +69,7 @@ class WeightsKnobs:
         fidelity=BITWISE,
         surfaces=NOT_COMFYUI,
         implies={"offload": "blocks"},
+        acts={Act.PLACES_WEIGHTS: ANY},
     )
     split_layers: bool | None = declared(
         place=18,
@@ -71,6 +78,7 @@ class WeightsKnobs:
         when="budgets below the largest layer; more, smaller copies",
         fidelity=ROUNDING,
         surfaces=NOT_COMFYUI,
+        acts={Act.PLACES_WEIGHTS: ANY},
     )
     weight_storage: str | None = declared(
         place=19,
@@ -83,7 +91,7 @@ class WeightsKnobs:
         stages=("denoise", "text"),
         hook="weight_storage",
         depth=Depth.CONVERTS,
-        acts=STATEFUL | {Act.WIDENS_WEIGHTS: ANY},
+        acts=STATEFUL | dict.fromkeys((Act.WIDENS_WEIGHTS, Act.CONVERTS_WEIGHTS, Act.COMPRESSES_WEIGHTS), ANY),
     )
     packed_weights: bool | None = declared(
         place=27,

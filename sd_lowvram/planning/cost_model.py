@@ -1,59 +1,52 @@
-"""Costs of stages with given settings, and of the whole runs that consist of them."""
+"""Costs of stages with given settings, and of the whole runs that consist of them.
+
+A stage is traced (:mod:`.stage_costs`), placed (:mod:`.placements`), and timed (:mod:`.stage_seconds`).
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
 from ..devices.compiling import Compiling, compiling_of
-from ..devices.disk import ASSUMED, disk_rate
 from ..devices.performance import MEASURED_GAINS, THIS
 from ..devices.this_machine import rates_of
-from ..hooks.channels_last import reordered_weights
 from ..hooks.compiled import is_compiled, kinds_of, were_compiled
-from ..hooks.deep_cache import deep_modules
-from ..hooks.fused_kernels import in_autoencoder
+from ..hooks.deep_cache import skipped_layers
+from ..hooks.fused_kernels import kernels_in
 from ..hooks.half_products import products_that_overflow
-from ..hooks.offload import step_groups
-from ..hooks.precision import Arithmetic, arithmetic
-from ..kernels.triton.support import FUSED_AUTOENCODER, FUSED_DENOISER
+from ..hooks.precision import Arithmetic, arithmetic, fidelity_of_knobs, widened
+from ..knob import Act
 from ..memory.caching_allocator import SMALL
-from ..memory.pinned import PINNED_SHARE, most_pinned_bytes
 from ..memory.reserved import segment
-from ..memory.threads import pause_models
 from ..models.anatomy import Anatomy
 from ..models.latents import latent_channels, latent_size
-from ..settings import STREAMED, Fidelity, Settings
-from ..streaming.host_weights import RING_BYTES, bytes_also_in_files
-from ..streaming.mapped_files import MappedFiles, can_read_past_cache
+from ..settings import Fidelity, Settings, acts, only, without
+from ..streaming.host_weights import RING_BYTES
 from ..streaming.simulator import CopyQueue
 from ..streaming.timing import LAYER_LAUNCHES, StepTiming, layers_with_weights, timing_of
 from ..tracing.flop_counter import TooManyCopiesError
 from ..tracing.tracer import Figures
 from ..units import MIB
-from ..weights import all_tensors
-from .host_resident import HostResidentWeights, host_resident, read_bytes
+from .host_resident import HostMemory, HostResidentWeights, read_bytes
 from .options import Choice
+from .placements import Case, Placed, on_processor, placement_of
 from .plan import Candidate, StagePlan
 from .request import Budget, Request
-from .stage_costs import StageCosts, Step, Weights
+from .stage_costs import StageCosts, Step
+from .stage_seconds import Counts, Work, call_seconds, stage_seconds
 from .stages import CONTROL, Stage
-
-_PINNED_STEP = 256 * MIB
-
-_REPLAY_LAUNCHES = 0.22
-"""Host time while a recorded pass runs, in launches for each module of the model, which are looked through.
-
-Fitted to 6.2 ms of a step of SD1.5 at 512x512 on an H100."""
 
 _WORK = ("flops", "wide_flops", "moved_bytes", "product_bytes", "packed_bytes", "operators", "spans")
 """Figures of a trace that its time is computed from."""
+
+_T = TypeVar("_T")
 
 
 def _key(base: Settings, stage: Stage, choice: Choice) -> tuple[Any, ...]:
@@ -77,21 +70,23 @@ class Pricing:
         """
         self.anatomy = anatomy
         self.request = request
-        self.vram, self.ram = Budget(request.vram), Budget(request.ram)
+        self.vram, self.host = Budget(request.vram), HostMemory(anatomy, request)
         where = request.device, request.overhead
         self.costs: StageCosts = StageCosts(
             anatomy, request.shape, request.encodes, *where, like.costs if like else None, request.gpu
         )
         self.on_gpu = request.device.type != "cpu"
-        self._locks_all = False
         self._known: dict[tuple[Any, ...], StagePlan] = {}
         self._traced_whole: set[tuple[Any, ...]] = set()
-        self._bytes_in_files: dict[str, tuple[int, int]] | None = None
-        self._timings: dict[Any, StepTiming] = {}
-        self._calls: dict[tuple[int, int, bool], tuple[Figures, float]] = {}
-        self._arithmetics: dict[tuple[str, str | None], Arithmetic] = {}
-        self._widened: dict[int, tuple[Figures, Figures]] = {}
-        self._unfused: dict[int, tuple[Figures, Figures]] = {}
+        self._memo: dict[tuple[Any, ...], Any] = {}
+
+    def _once(self, what: str, component: str, stage: str, settings: Any, count: Callable[[], _T]) -> _T:
+        """Result of ``count`` for a component and a stage, counted once for the settings that act there."""
+        key = what, component, stage, settings
+        if key not in self._memo:
+            self._memo[key] = count()
+        result: _T = self._memo[key]
+        return result
 
     def whole(self, base: Settings, options: Iterable[Candidate]) -> Candidate:
         """Return the run that consists of ``options``, with its stages in their order.
@@ -118,7 +113,7 @@ class Pricing:
         Returns:
             The candidate with the figures of the whole trace.
         """
-        if run.settings.offload not in STREAMED:
+        if Act.STREAMS_WEIGHTS not in self._acts(run.settings):
             return run
         half = run.peak_bytes // 2
         for number, (stage, planned) in enumerate(zip(self.costs.stages, run.stages, strict=True)):
@@ -143,7 +138,8 @@ class Pricing:
             TooManyCopiesError: the stage takes more than ``beyond`` seconds longer than planned.
         """
         traced = self.as_traced(stage, settings)
-        short, step, timing, once, most = self.costs(stage, self._unstreamed(traced)), None, None, 0, math.inf
+        short = self.costs(stage, without(traced, Act.PLACES_WEIGHTS))
+        step, timing, once, most = None, None, 0, math.inf
         ring, follows = self._buffers(planned.weights_bytes), False
         if stage.repeats:
             step, timing = self.step(stage, settings), self.timing(stage, settings)
@@ -202,69 +198,97 @@ class Pricing:
 
     def fidelity(self, settings: Settings) -> Fidelity:
         """Return the lowest fidelity of all decided knobs, and of the number types of every component."""
-        others = [knob.fidelity_of(value) for name, knob, value in settings.decided() if name != "precision" and value]
-        return max(*(self._arithmetic(name, settings).fidelity for name in self.anatomy.components), *others)
+        of_types = (self._arithmetic(name, settings).fidelity for name in self.anatomy.components)
+        return max(fidelity_of_knobs(settings), *of_types)
 
     def _priced(self, settings: Settings, stage: Stage, choice: Choice) -> StagePlan:
-        weights = {name: self.costs.weights(name, settings).bytes for name in self.anatomy.components}
-        away = self.on_gpu and settings.decoder_device == "cpu"
-        if away and stage.component == self.anatomy.autoencoder:
-            return self._on_cpu(settings, stage, choice, weights)
-        traced = self.as_traced(stage, settings)
-        cost = self._resident(stage, self._unstreamed(traced))
-        own = self.costs.weights(stage.component, traced)
-        streamed = settings.offload in STREAMED
-        step = self.step(stage, settings) if streamed and stage.repeats else None
-        here = step.beside(cost.activation_bytes) if step else self._room(traced, stage.component, own)
-        elsewhere = {stage.component, self.anatomy.autoencoder if away else None}
-        stays = settings.offload in (None, "none")
-        beside = [size for name, size in weights.items() if name not in elsewhere] if stays else []
-        resident = sum(beside)
-        waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
-        on_host = self._host_resident(settings, max(0, waiting), cost.host_peak_bytes)
-        ours = not stays and not self.anatomy.moved
-        copied = here if ours else 0  # copies on the device, in addition to those in host memory
-        locks = self.on_gpu and not self.anatomy.moved
-        locked = waiting if on_host.pinned_bytes is None else min(waiting, on_host.pinned_bytes)
-        locked, unlocked = (locked, waiting - locked) if locks and not stays else (0, 0)
-        widened = weights[stage.component] if stays and self._arithmetic(stage.component, settings).overflows else 0
-        held = max(0, widened - cost.activation_bytes)  # fp16 and fp32 copies coexist until the last tensor is widened
-        recorded = bool(settings.cuda_graphs) and stage.component == self.anatomy.denoiser
-        plain = self._once(stage, settings, cost, recorded)
-        plain *= self._computed(stage, settings, cost) / self._gain(stage, settings)
-        plain += self._fetching(stage, settings)
+        case = self._case(settings, stage)
+        place = placement_of(case)
+        placed, figures = place(case), case.figures
+        if place is on_processor:
+            return self._on_processor(case, placed, choice)
+        recorded = self._is_recorded(case.acts, stage)
+        parked = figures.host_peak_bytes
+        held = HostResidentWeights(placed.waiting, placed.waiting)
+        if placed.order:
+            held = self._held(settings, placed.waiting, parked)
+        locked, unlocked = self._locked(placed, held)
+        step = placed.step
+        seconds, slowdown = stage_seconds(
+            self._counts(settings, case, placed, held), self.request.rates, self.request.pace
+        )
         return StagePlan(
             name=stage.name,
             component=stage.component,
-            peak_bytes=cost.activation_bytes + here + resident + held,
-            reserved_bytes=(
-                cost.recorded_bytes if recorded else cost.reserved_bytes if streamed else cost.repeated_bytes
-            )
-            + held
-            + self._pipeline_bytes
-            + (self._scattered if stage.repeats or stage.name == "decode" else 0)
-            + self._buffers(step.device_bytes if step else here, *beside)
-            + (
-                self._pipeline_bytes + self.request.overhead.matrix_bytes
-                if recorded
-                else self._left_of_recordings(settings)
-            ),
-            weights_bytes=here + resident,
-            activation_bytes=cost.activation_bytes,
-            host_bytes=on_host.host_bytes + cost.host_peak_bytes,
-            held_bytes=sum(weights.values()) + (on_host.copied_bytes + copied if ours else 0) + cost.allocated_bytes,
-            largest_bytes=max(cost.largest_bytes, step.largest_bytes if step and ours else copied or own.largest_bytes),
-            seconds=self._seconds(stage, settings, step or plain, weights | {stage.component: own.bytes}, on_host)
-            + self._warm_up(stage, settings)
-            + (2 * cost.operators * self.request.rates.launch_seconds if recorded else 0),
+            peak_bytes=figures.activation_bytes + placed.weights_bytes + placed.widened,
+            reserved_bytes=(figures.recorded_bytes if recorded else placed.reserved)
+            + placed.widened
+            + self._of_pipeline(stage)
+            + self._buffers(placed.buffer, *placed.beside)
+            + self._of_recordings(case.acts, recorded),
+            weights_bytes=placed.weights_bytes,
+            activation_bytes=figures.activation_bytes,
+            host_bytes=held.host_bytes + parked,
+            held_bytes=sum(case.weights.values())
+            + (held.copied_bytes + placed.here if placed.copied else 0)
+            + figures.allocated_bytes,
+            largest_bytes=max(figures.largest_bytes, placed.largest),
+            seconds=seconds,
             choice=choice,
-            slowdown=step.seconds / plain if step and plain else 1.0,
-            parked_bytes=cost.host_peak_bytes,
-            least_host_bytes=on_host.least_bytes + cost.host_peak_bytes,
-            locked_bytes=(locked + cost.host_peak_bytes + (RING_BYTES if unlocked else 0)) if locks else 0,
+            slowdown=slowdown,
+            parked_bytes=parked,
+            least_host_bytes=held.least_bytes + parked,
+            locked_bytes=(locked + parked + (RING_BYTES if unlocked else 0)) if placed.locks and self.on_gpu else 0,
             unlocked_bytes=unlocked,
             disk_bytes=step.disk_bytes * self.request.calls if step else 0,
             disk_wait=step.disk_wait * self.request.calls if step else 0.0,
+        )
+
+    def _on_processor(self, case: Case, placed: Placed, choice: Choice) -> StagePlan:
+        """Price a stage in host memory, in fp32, on the CPU of a machine with a GPU."""
+        figures, rates = case.figures, self.request.rates
+        here = rates.name == THIS  # this machine is calibrated
+        seconds = (
+            rates_of(torch.device("cpu")).seconds(figures, torch.float32.itemsize)
+            if here
+            else figures.flops / rates.processor_flops
+        )
+        host_bytes = placed.waiting + figures.peak_bytes + figures.host_peak_bytes
+        return StagePlan(
+            name=case.stage.name,
+            component=case.component,
+            peak_bytes=placed.weights_bytes,
+            reserved_bytes=self._buffers(*placed.beside),
+            weights_bytes=placed.weights_bytes,
+            activation_bytes=0,
+            host_bytes=host_bytes,
+            least_host_bytes=host_bytes,
+            held_bytes=sum(case.weights.values()) + figures.allocated_bytes,
+            largest_bytes=0,
+            seconds=seconds,
+            choice=choice,
+        )
+
+    def _case(self, settings: Settings, stage: Stage) -> Case:
+        acting = self._acts(settings)
+        away = self.anatomy.autoencoder if self.on_gpu and Act.ON_PROCESSOR in acting else None
+        traced = self.as_traced(stage, settings)
+        if away == stage.component:
+            figures = self.costs(stage, widened(without(traced, Act.PLACES_WEIGHTS)))
+        else:
+            figures = self._resident(stage, traced)
+        return Case(
+            anatomy=self.anatomy,
+            stage=stage,
+            acts=acting,
+            traced=traced,
+            weights={name: self.costs.weights(name, settings).bytes for name in self.anatomy.components},
+            own=self.costs.weights(stage.component, traced),
+            overflows=self._arithmetic(stage.component, settings).overflows,
+            figures=figures,
+            away=away,
+            costs=self.costs,
+            step=lambda: self.step(stage, settings),
         )
 
     def _resident(self, stage: Stage, settings: Settings) -> Figures:
@@ -274,106 +298,122 @@ class Pricing:
         float32 is slower. Fused kernels take the time of the operators that they replace, unless they were measured to
         be faster: on an H100 a step with them took longer.
         """
-        cost, rates = self.costs(stage, settings), self.request.rates
-        in_decoder = stage.component == self.anatomy.autoencoder
-        fused = in_autoencoder(settings) if in_decoder else settings.fused_kernels
-        if fused and not self._gains_by_fused(stage):
-            if id(cost) not in self._unfused:
-                plain = self.costs(stage, dataclasses.replace(settings, fused_kernels=None, vae_fused_kernels=None))
-                work = {name: getattr(plain, name) for name in _WORK}
-                self._unfused[id(cost)] = cost, dataclasses.replace(cost, **work)
-            cost = self._unfused[id(cost)][1]
-        if settings.precision != "fp16-products" or not cost.spans:
-            return cost
-        if id(cost) not in self._widened:  # the figures are stored too, so that their id is not reused
-            overflows = products_that_overflow(self.anatomy.components[stage.component]) or (lambda path: False)
-            longer = rates.half_flops / rates.float_flops
-            spans = (
-                dataclasses.replace(span, flops=int(span.flops * longer), wide_flops=0)
-                if overflows(span.path)
-                else span
-                for span in cost.spans
-            )
-            self._widened[id(cost)] = cost, dataclasses.replace(cost, spans=tuple(spans))
-        return self._widened[id(cost)][1]
+        acting = self._acting(stage, settings)
 
-    def _gains_by_fused(self, stage: Stage) -> bool:
-        """True if fused kernels are faster in a stage, by a measurement of the GPU or of one of its generation."""
+        def count() -> Figures:
+            figures = self.costs(stage, acting)
+            kernels = kernels_in(acting, stage.component == self.anatomy.autoencoder)
+            if kernels and not self._gains_by(kernels):
+                plain = self.costs(stage, without(acting, Act.FUSES))
+                figures = dataclasses.replace(figures, **{name: getattr(plain, name) for name in _WORK})
+            if Act.HALVES_PRODUCTS in acts(acting):
+                figures = self._with_wide_products(stage, figures)
+            return figures
+
+        return self._once("figures", stage.component, stage.name, acting, count)
+
+    def _with_wide_products(self, stage: Stage, figures: Figures) -> Figures:
+        overflows = products_that_overflow(self.anatomy.components[stage.component]) or (lambda path: False)
+        longer = self.request.rates.half_flops / self.request.rates.float_flops
+        spans = (
+            dataclasses.replace(span, flops=int(span.flops * longer), wide_flops=0) if overflows(span.path) else span
+            for span in figures.spans
+        )
+        return dataclasses.replace(figures, spans=tuple(spans))
+
+    def _gains_by(self, kernels: tuple[str, ...]) -> bool:
+        """True if fused kernels are faster, by a measurement of the GPU or of one of its generation."""
         if self.request.rates.name == THIS:
             return True  # or a plan would not offer them
         named = MEASURED_GAINS.get(self.request.rates.name, {}).items()
-        kernels = FUSED_AUTOENCODER if stage.component == self.anatomy.autoencoder else FUSED_DENOISER
         gains = [gain for name, gain in named if name.startswith(kernels)]
         return bool(gains) and min(gains) > 1
 
-    def _once(self, stage: Stage, settings: Settings, cost: Figures, recorded: bool) -> float:
-        """Return the seconds of one call of a stage whose weights are on the device.
+    def _is_recorded(self, acting: frozenset[Act], stage: Stage) -> bool:
+        return Act.RECORDS in acting and stage.component == self.anatomy.denoiser
 
-        Args:
-            recorded: True if one recorded graph is launched in place of every operator.
-        """
-        size = self._computed_bytes(stage.component, settings)
-        key = id(cost), size, recorded
-        if key not in self._calls:  # the figures are stored too, so that their id is not reused
-            seconds = self.request.rates.seconds(cost, size, 1 if recorded else None)
-            self._calls[key] = cost, max(seconds, self._replaying(stage.component) if recorded else 0.0)
-        return self._calls[key][1]
+    def _counts(self, settings: Settings, case: Case, placed: Placed, held: HostResidentWeights) -> Counts:
+        """Counts of all calls of a stage, and of copying weights between calls."""
+        stage, model = case.stage, self.anatomy.components[case.component]
+        fetches = Act.STREAMS_WEIGHTS in case.acts and not stage.repeats and self.request.pace.layer is not None
+        recorded = self._is_recorded(case.acts, stage)
+        counts = Counts(
+            calls=self._times(stage),
+            call_seconds=self._once(
+                "call",
+                stage.component,
+                stage.name,
+                self._acting(stage, settings),
+                lambda: call_seconds(self._work(settings, case), self.request.rates),
+            ),
+            fetched_layers=len(layers_with_weights(model)) if fetches else 0,
+            step=placed.step,
+            recorded_operators=case.figures.operators if recorded else 0,
+            compiling_seconds=self._compiled(stage, settings)[1],
+        )
+        if not placed.order:
+            return counts
+        copies = self._copies(stage, settings, held)
+        weights = {**case.weights, case.component: case.own.bytes}
+        kept = None if copies.cached is None else (copies.pinned or 0) + copies.cached
+        already = placed.step.disk_bytes if placed.step else 0
+        read = read_bytes(case.component, placed.order, weights, held.pinned_bytes)
+        on_disk = max(0, read_bytes(case.component, placed.order, weights, kept) - already)
+        read = min(read, placed.brought)
+        return dataclasses.replace(
+            counts,
+            copies=copies,
+            brought_bytes=placed.brought,
+            read_bytes=read,
+            disk_bytes=min(read, on_disk),
+            times_brought=counts.calls if placed.each_call else 1,
+        )
 
-    def _fetching(self, stage: Stage, settings: Settings) -> float:
-        """Host seconds of another program that fetches the layers of a stage that runs once."""
-        if stage.repeats or self.request.pace.layer is None or settings.offload not in STREAMED:
-            return 0.0
-        layers = len(layers_with_weights(self.anatomy.components[stage.component]))
-        return layers * self.request.pace.layer * self.request.rates.launch_seconds
-
-    def _replaying(self, component: str) -> float:
-        """Seconds of the host during a replay of a recorded pass."""
-        modules = sum(1 for _ in self.anatomy.components[component].modules())
-        return _REPLAY_LAUNCHES * modules * self.request.rates.launch_seconds
-
-    def _computed(self, stage: Stage, settings: Settings, cost: Figures) -> float:
-        """Return the part of a step's time that deep caching leaves, on average over all steps; 1
-        without deep caching.
-        """
-        if settings.deep_cache is None or stage.component != self.anatomy.denoiser or not cost.spans:
-            return 1.0
-        deep = set(deep_modules(self.anatomy, settings))
-        paths = {name for name, module in self.anatomy.components[stage.component].named_modules() if module in deep}
-        size = self._computed_bytes(stage.component, settings)
-        seconds = list(zip(cost.spans, self.request.rates.shares(cost.spans, size), strict=True))
-        passed = sum(taken for span, taken in seconds if any(f"{span.path}.".startswith(f"{path}.") for path in paths))
-        full = -(-self.request.steps // settings.deep_cache) / self.request.steps
-        return 1 - (1 - full) * passed / sum(taken for _, taken in seconds)
+    def _work(self, settings: Settings, case: Case) -> Work:
+        """One call of a stage with all weights on the device."""
+        work = Work(case.figures, self._computed_bytes(case.component, settings))
+        if case.component == self.anatomy.denoiser:
+            if Act.RECORDS in case.acts:
+                modules = sum(1 for _ in self.anatomy.components[case.component].modules())
+                work = dataclasses.replace(work, replayed_modules=modules)
+            if Act.SKIPS_LAYERS in case.acts:
+                paths, share = skipped_layers(self.anatomy, settings, self.request.steps)
+                work = dataclasses.replace(work, skipped=paths, skips=share)
+        return dataclasses.replace(work, gain=self._compiled(case.stage, settings)[0])
 
     @functools.cached_property
     def compiling(self) -> Compiling | None:
         """Gain of torch.compile on the device, if it was measured."""
         return compiling_of(self.request.rates, self.request.device)
 
-    def _gain(self, stage: Stage, settings: Settings) -> float:
-        """Speed-up of a stage by compiled blocks; 1 if nothing is compiled."""
-        compiling = self.compiling if is_compiled(settings) else None
-        return compiling.gain if compiling is not None and self._kinds.get(stage.name) else 1.0
-
-    def _warm_up(self, stage: Stage, settings: Settings) -> float:
-        """Seconds of compiling, divided by the number of runs that make all pictures."""
+    def _compiled(self, stage: Stage, settings: Settings) -> tuple[float, float]:
+        """Speed-up of a stage by compiled blocks, and the seconds of compiling, divided by the number of runs that make
+        all pictures.
+        """
         compiling = self.compiling if is_compiled(settings) else None
         kinds = self._kinds.get(stage.name) if compiling is not None else None
         if compiling is None or not kinds:
-            return 0.0
+            return 1.0, 0.0
         share = self.request.batch / max(self.request.pictures, self.request.batch)
-        return compiling.warm_up(len(kinds), were_compiled(kinds, self.request.device)) * share
+        return compiling.gain, compiling.warm_up(len(kinds), were_compiled(kinds, self.request.device)) * share
 
     @functools.cached_property
     def _kinds(self) -> dict[str, frozenset[Any]]:
         return kinds_of(self.anatomy)
 
-    def _left_of_recordings(self, settings: Settings) -> int:
-        """Bytes of cuBLAS' workspace for the stream that records passes.
+    def _of_recordings(self, acting: frozenset[Act], recorded: bool) -> int:
+        """Bytes that recorded passes reserve in addition to their maps.
 
-        The workspace stays after the recordings are freed, and during other stages.
+        cuBLAS' workspace for the stream that records stays after the recordings are freed, and during other stages.
         """
-        return segment(self.request.overhead.matrix_bytes) if settings.cuda_graphs else 0
+        workspace = self.request.overhead.matrix_bytes
+        if recorded:
+            return self._pipeline_bytes + workspace
+        return segment(workspace) if Act.RECORDS in acting else 0
+
+    def _of_pipeline(self, stage: Stage) -> int:
+        """Bytes of segments that a pipeline holds during a stage."""
+        return self._pipeline_bytes + (self._scattered if stage.repeats or stage.name == "decode" else 0)
 
     @functools.cached_property
     def _pipeline_bytes(self) -> int:
@@ -398,78 +438,39 @@ class Pricing:
         """Bytes that the device reserves for weight buffers of these sizes."""
         return sum(map(segment, sizes)) if self.on_gpu else sum(sizes)
 
-    def _host_resident(self, settings: Settings, weights: int, parked: int) -> HostResidentWeights:
-        """Distribute ``weights`` bytes over the host memory that ``parked`` bytes of maps leave."""
-        if settings.offload in (None, "none"):
-            return HostResidentWeights(weights, weights)
-        mapped = sum(size for name, (size, _) in self._in_files.items() if self._stays_in_file(name, settings))
-        pinnable = None if self._pinnable is None else max(0, self._pinnable - parked)
-        resident = host_resident(weights, mapped, self.request.ram - parked, pinnable)
-        if self._locks_all:
-            return dataclasses.replace(resident, pinned_bytes=None, cached_bytes=None)
-        if resident.pinned_bytes is None:
-            share = PINNED_SHARE if self.on_gpu and self.request.rates.name != THIS else 1
-            self.ram.holds(math.ceil((weights + parked + RING_BYTES) / share))
-        for more in (0, 1):  # budgets above this use give the same plan; if all RAM is used, this one alone does
-            self.ram.holds((resident.host_bytes + parked if resident.pinned_bytes is None else self.request.ram) + more)
-        return resident
+    def _held(self, settings: Settings, weights: int, parked: int) -> HostResidentWeights:
+        return self.host.hold(weights, parked, lambda name: self._stays_in_file(name, settings))
+
+    def _locked(self, placed: Placed, held: HostResidentWeights) -> tuple[int, int]:
+        """Bytes of waiting weights that are page-locked, and of those that are not; on a GPU, for copies of ours."""
+        if not placed.order or not placed.locks or not self.on_gpu:
+            return 0, 0
+        locked = placed.waiting if held.pinned_bytes is None else min(placed.waiting, held.pinned_bytes)
+        return locked, placed.waiting - locked
+
+    def _copies(self, stage: Stage, settings: Settings, held: HostResidentWeights) -> CopyQueue:
+        stays = self._stays_in_file(stage.component, settings)
+        return self.host.copies(stage.component, held, stays, Act.REORDERS_KERNELS in self._acts(settings))
 
     def _stays_in_file(self, name: str, settings: Settings) -> bool:
         """True if a component's mapped weights are used as they are stored in the files."""
-        return settings.weight_storage is None and not self._arithmetic(name, settings).converted
-
-    @functools.cached_property
-    def disk(self) -> float:
-        """Bytes a second of the disk under the weights; measured only if not all weights fit in memory."""
-        if self.request.disk is None and self.request.rates.name == THIS:
-            files = MappedFiles()
-            tensors = all_tensors(*self.anatomy.components.values())
-            file = next(filter(None, map(files.file, tensors)), None)
-            return (disk_rate(Path(file)) if file else None) or ASSUMED
-        return self.request.disk or ASSUMED
-
-    @functools.cached_property
-    def _pinnable(self) -> int | None:
-        """The most that may be page-locked, the same for a whole search; None: all, where nothing is copied to a GPU.
-
-        Of another machine's memory the budget is all that is known. Here the figure comes in steps, so that a plan in
-        the cache serves the next request.
-        """
-        if self.request.rates.name != THIS:
-            return int(PINNED_SHARE * self.request.ram) if self.on_gpu else None
-        most = most_pinned_bytes()
-        return most - most % min(_PINNED_STEP, max(1, most // 8))
+        compressed = Act.COMPRESSES_WEIGHTS in self._acts(settings)
+        return not compressed and not self._arithmetic(name, settings).converted
 
     def unlocked_seconds(self, run: Candidate) -> float:
         """Seconds by which ``run`` is slower because some of its weights are not page-locked."""
         if not run.unlocked_bytes:
             return 0.0
-        pairs = list(zip(self.costs.stages, run.stages, strict=True))
-
-        def seconds() -> float:
-            return sum(self._priced(run.settings, stage, planned.choice).seconds for stage, planned in pairs)
-
-        self._locks_all = True
-        try:
-            least = seconds()
-        finally:
-            self._locks_all = False
-        return seconds() - least
-
-    @property
-    def _in_files(self) -> dict[str, tuple[int, int]]:
-        """Bytes of each component that are read from a mapped file as they are, if no knob converts them.
-
-        The second number is the part in convolution kernels, which channels last reorders.
-        """
-        if self._bytes_in_files is None:
-            parts = self.anatomy.components
-            with pause_models(parts.values()):  # weights that are lent to a call are not in their files
-                self._bytes_in_files = {
-                    name: (bytes_also_in_files(all_tensors(part)), bytes_also_in_files(reordered_weights(part)))
-                    for name, part in parts.items()
-                }
-        return self._bytes_in_files
+        locked = copy.copy(self)
+        locked.host = self.host.all_locked()
+        slower, faster = (
+            sum(
+                pricing._priced(run.settings, stage, planned.choice).seconds
+                for stage, planned in zip(self.costs.stages, run.stages, strict=True)
+            )
+            for pricing in (self, locked)
+        )
+        return slower - faster
 
     def as_traced(self, stage: Stage, settings: Settings) -> Settings:
         """Return ``settings`` as a trace of ``stage`` needs them.
@@ -477,132 +478,62 @@ class Pricing:
         Placement is left out unless weights are streamed: weights that stay, or move as a whole, are added up without a
         trace.
         """
-        overflows = self._arithmetic(stage.component, settings).overflows
-        precision = "fp32" if overflows else settings.precision
-        traced = dataclasses.replace(settings, precision=precision, decoder_device=None)
-        return traced if settings.offload in STREAMED else self._unstreamed(traced)
+
+        def count() -> Settings:
+            traced = without(settings, Act.ON_PROCESSOR)
+            if self._arithmetic(stage.component, settings).overflows:
+                traced = widened(traced)
+            streams = Act.STREAMS_WEIGHTS in self._acts(settings)
+            return traced if streams else without(traced, Act.PLACES_WEIGHTS)
+
+        return self._once("traced", stage.component, stage.name, settings, count)
+
+    def _acts(self, settings: Settings) -> frozenset[Act]:
+        return self._once("acts", "", "", settings, lambda: acts(settings))
+
+    def _acting(self, stage: Stage, settings: Settings) -> Settings:
+        """The knobs of ``settings`` that act in ``stage`` with all weights on the device."""
+
+        def count() -> Settings:
+            return without(settings, Act.PLACES_WEIGHTS).of_stage(stage.name)
+
+        return self._once("acting", stage.component, stage.name, settings, count)
 
     def _arithmetic(self, component: str, settings: Settings) -> Arithmetic:
-        key = component, settings.precision
-        if key not in self._arithmetics:
-            self._arithmetics[key] = arithmetic(self.anatomy, component, settings)
-        return self._arithmetics[key]
+        types = self._once("types", "", "", settings, lambda: only(settings, Act.CONVERTS_WEIGHTS))
+        return self._once("arithmetic", component, "", types, lambda: arithmetic(self.anatomy, component, types))
 
     def _computed_bytes(self, component: str, settings: Settings) -> int:
         """Bytes of an element in a component's matrix products."""
         dtype = self._arithmetic(component, settings).dtype
         return 4 if dtype == torch.bfloat16 and not self.request.rates.bf16 else dtype.itemsize
 
-    @staticmethod
-    def _unstreamed(settings: Settings) -> Settings:
-        return dataclasses.replace(settings, offload=None, weights_mib=None, split_layers=None)
-
-    def _on_cpu(self, settings: Settings, stage: Stage, choice: Choice, weights: dict[str, int]) -> StagePlan:
-        """Price the decoder in host memory, in fp32, on the CPU."""
-        wide = self._unstreamed(dataclasses.replace(settings, precision="fp32", decoder_device=None))
-        cost = self.costs(stage, wide)
-        others = sum(weights.values()) - weights[stage.component]
-        resident = others if settings.offload in (None, "none") else 0
-        return StagePlan(
-            name=stage.name,
-            component=stage.component,
-            peak_bytes=resident,
-            reserved_bytes=resident
-            and self._buffers(*(size for name, size in weights.items() if name != stage.component)),
-            weights_bytes=resident,
-            activation_bytes=0,
-            host_bytes=others - resident + cost.peak_bytes + cost.host_peak_bytes,
-            least_host_bytes=others - resident + cost.peak_bytes + cost.host_peak_bytes,
-            held_bytes=sum(weights.values()) + cost.allocated_bytes,
-            largest_bytes=0,
-            seconds=self._on_processor(cost),
-            choice=choice,
-        )
-
-    def _on_processor(self, cost: Figures) -> float:
-        """Seconds of a stage on the CPU of a machine with a GPU; calibrated if it is this machine."""
-        rates = self.request.rates
-        if rates.name == THIS:
-            return rates_of(torch.device("cpu")).seconds(cost, torch.float32.itemsize)
-        return cost.flops / rates.processor_flops
-
     def timing(self, stage: Stage, settings: Settings) -> StepTiming:
         """Return the times of a stage's modules with their weights on the device, and the cost of
         copying the weights.
         """
-        resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
-        cost = self._resident(stage, resident)
-        on_host = self._host_resident(settings, self.weights_bytes(settings), cost.host_peak_bytes)
-        key = stage.name, stage.component, resident, on_host.pinned_bytes, on_host.cached_bytes
-        if key not in self._timings:
+        figures = self._resident(stage, self.as_traced(stage, settings))
+        held = self._held(settings, self.weights_bytes(settings), figures.host_peak_bytes)
+
+        def count() -> StepTiming:
             size = self._computed_bytes(stage.component, settings)
-            model, copies = self.anatomy.components[stage.component], self._copies(stage, settings, on_host)
+            model, copies = self.anatomy.components[stage.component], self._copies(stage, settings, held)
             layer = self.request.pace.layer
             layer = LAYER_LAUNCHES if layer is None else layer
-            timing = timing_of(stage.component, model, cost.spans, self.request.rates, size, copies, layer)
+            timing = timing_of(stage.component, model, figures.spans, self.request.rates, size, copies, layer)
             # a ControlNet shares the ring, and has maps of its own
             alone = CONTROL not in self.anatomy.components and all(len(group) == 1 for group in self.anatomy.steps)
-            maps = tuple(span.held_bytes for span in cost.spans) if alone else ()
-            self._timings[key] = dataclasses.replace(timing, maps=maps)
-        return self._timings[key]
+            return dataclasses.replace(timing, maps=tuple(span.held_bytes for span in figures.spans) if alone else ())
+
+        acting = self._acting(stage, settings)
+        return self._once("timing", stage.component, stage.name, (acting, held.pinned_bytes, held.cached_bytes), count)
 
     def step(self, stage: Stage, settings: Settings) -> Step:
         """Return the cost of one denoising step with streamed weights."""
         return self.costs.step(stage, self.as_traced(stage, settings), self.timing(stage, settings))
-
-    def _room(self, settings: Settings, component: str, weights: Weights) -> int:
-        """Bytes of weights on the device during a stage that runs once."""
-        if settings.weights_mib is not None and settings.offload in ("blocks", "layer"):
-            return self.costs.room(component, settings)
-        if settings.offload == "layer":
-            return weights.room_bytes
-        return min(weights.bytes, self.anatomy.kept.get(component, weights.bytes))
-
-    def _seconds(
-        self,
-        stage: Stage,
-        settings: Settings,
-        once: Step | float,
-        weights: dict[str, int],
-        on_host: HostResidentWeights,
-    ) -> float:
-        """Return the seconds of all calls of a stage, and of copying weights between calls.
-
-        Args:
-            once: cost of one call: a step with streamed weights, or seconds.
-        """
-        taken, already = (once.seconds, once.disk_bytes) if isinstance(once, Step) else (once, 0)
-        seconds = self._times(stage) * taken
-        if settings.offload in (None, "none"):
-            return seconds
-        groups = step_groups(self.anatomy, self.anatomy.components) if settings.offload in STREAMED else [weights]
-        order = [name for group in groups for name in group]
-        read = read_bytes(stage.component, order, weights, on_host.pinned_bytes)
-        copies = self._copies(stage, settings, on_host)
-        held = None if copies.cached is None else (copies.pinned or 0) + copies.cached
-        from_disk = max(0, read_bytes(stage.component, order, weights, held) - already)
-        brought = once.staying_bytes if isinstance(once, Step) else weights[stage.component]
-        read = min(read, brought)
-        copying = copies.seconds(brought, read, min(read, from_disk))
-        # Component offload reloads per step only if a ControlNet alternates with the UNet; otherwise weights cross the
-        # bus once.
-        again = settings.offload == "component" and stage.repeats and CONTROL in self.anatomy.components
-        return seconds + (self._times(stage) if again else 1) * copying
 
     def _times(self, stage: Stage) -> int:
         """Number of times that a stage runs in a run."""
         if stage.times:
             return stage.times
         return self.request.steps * self.request.calls if stage.repeats else 1
-
-    def _copies(self, stage: Stage, settings: Settings, on_host: HostResidentWeights) -> CopyQueue:
-        rates, (size, kernels) = self.request.rates, self._in_files[stage.component]
-        filling = rates.filling(size, kernels if settings.channels_last else 0)
-        overlap = self.on_gpu and self.request.pace.overlaps
-        copies = CopyQueue(rates.copy_bandwidth, overlap=overlap, reading=filling, pinned=on_host.pinned_bytes)
-        if on_host.cached_bytes is None or not size or not self._stays_in_file(stage.component, settings):
-            return copies
-        cached = on_host.cached_bytes
-        if not can_read_past_cache() and size > (on_host.pinned_bytes or 0) + cached:
-            cached = 0  # it drops what was read longest ago: of weights that are read in a circle, everything
-        return dataclasses.replace(copies, disk=self.disk, cached=cached)

@@ -1,11 +1,29 @@
-"""Host memory of streamed weights, and the part that is read when it is copied."""
+"""Host memory of waiting weights, and the part that is read when it is copied."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from ..streaming.host_weights import RING_BYTES, least_host_bytes
+from ..devices.disk import ASSUMED, disk_rate
+from ..devices.performance import THIS
+from ..hooks.channels_last import reordered_weights
+from ..memory.pinned import PINNED_SHARE, most_pinned_bytes
+from ..memory.threads import pause_models
+from ..models.anatomy import Anatomy
+from ..streaming.host_weights import RING_BYTES, bytes_also_in_files, least_host_bytes
+from ..streaming.mapped_files import MappedFiles, can_read_past_cache
+from ..streaming.simulator import CopyQueue
+from ..units import MIB
+from ..weights import all_tensors
+from .request import Budget, Request
+
+_PINNED_STEP = 256 * MIB
 
 
 @dataclass(frozen=True)
@@ -65,3 +83,106 @@ def read_bytes(component: str, order: Sequence[str], weights: Mapping[str, int],
         return 0
     before = sum(weights[name] for name in order[: order.index(component)])
     return weights[component] - min(weights[component], max(0, held - before))
+
+
+class HostMemory:
+    """Host memory of one request: how waiting weights share it, and the cost of copying them from there.
+
+    Attributes:
+        budget: the request's bytes of host memory.
+    """
+
+    def __init__(self, anatomy: Anatomy, request: Request) -> None:
+        """
+        Args:
+            anatomy: parts of the target.
+            request: budget and device.
+        """
+        self.budget = Budget(request.ram)
+        self._anatomy = anatomy
+        self._request = request
+        self._on_gpu = request.device.type != "cpu"
+        self._here = request.rates.name == THIS
+        self._locks_all = False
+
+    def all_locked(self) -> HostMemory:
+        """The same memory, all of which can be page-locked; its answers leave the budget's interval as it is."""
+        other = copy.copy(self)
+        other._locks_all = True
+        return other
+
+    def hold(self, weights: int, parked: int, stays_in_file: Callable[[str], bool]) -> HostResidentWeights:
+        """Distribute ``weights`` bytes over the host memory that ``parked`` bytes of maps leave.
+
+        Args:
+            weights: bytes that wait.
+            parked: bytes of maps in host memory.
+            stays_in_file: function that is True for a component whose weights are used as their files store them.
+        """
+        mapped = sum(size for name, (size, _) in self._in_files.items() if stays_in_file(name))
+        pinnable = None if self._pinnable is None else max(0, self._pinnable - parked)
+        resident = host_resident(weights, mapped, self._request.ram - parked, pinnable)
+        if self._locks_all:
+            return dataclasses.replace(resident, pinned_bytes=None, cached_bytes=None)
+        if resident.pinned_bytes is None:
+            share = PINNED_SHARE if self._on_gpu and not self._here else 1
+            self.budget.holds(math.ceil((weights + parked + RING_BYTES) / share))
+        used = resident.host_bytes + parked if resident.pinned_bytes is None else self._request.ram
+        for more in (0, 1):  # budgets above this use give the same plan; if all RAM is used, this one alone does
+            self.budget.holds(used + more)
+        return resident
+
+    def copies(self, component: str, held: HostResidentWeights, stays_in_file: bool, reordered: bool) -> CopyQueue:
+        """Return the cost of copying a component's weights to the device.
+
+        Args:
+            component: name of the component.
+            held: the weights that wait.
+            stays_in_file: True if the component's weights are used as their file stores them.
+            reordered: True if kernels of convolutions are brought channels last.
+        """
+        rates, (size, kernels) = self._request.rates, self._in_files[component]
+        filling = rates.filling(size, kernels if reordered else 0)
+        overlap = self._on_gpu and self._request.pace.overlaps
+        copies = CopyQueue(rates.copy_bandwidth, overlap=overlap, reading=filling, pinned=held.pinned_bytes)
+        if held.cached_bytes is None or not size or not stays_in_file:
+            return copies
+        cached = held.cached_bytes
+        if not can_read_past_cache() and size > (held.pinned_bytes or 0) + cached:
+            cached = 0  # it drops what was read longest ago: of weights that are read in a circle, everything
+        return dataclasses.replace(copies, disk=self.disk, cached=cached)
+
+    @functools.cached_property
+    def disk(self) -> float:
+        """Bytes a second of the disk under the weights; measured only if not all weights fit in memory."""
+        if self._request.disk is None and self._here:
+            files = MappedFiles()
+            tensors = all_tensors(*self._anatomy.components.values())
+            file = next(filter(None, map(files.file, tensors)), None)
+            return (disk_rate(Path(file)) if file else None) or ASSUMED
+        return self._request.disk or ASSUMED
+
+    @functools.cached_property
+    def _pinnable(self) -> int | None:
+        """The most that may be page-locked, the same for a whole search; None: all, where nothing is copied to a GPU.
+
+        Of another machine's memory the budget is all that is known. Here the figure comes in steps, so that a plan in
+        the cache serves the next request.
+        """
+        if not self._here:
+            return int(PINNED_SHARE * self._request.ram) if self._on_gpu else None
+        most = most_pinned_bytes()
+        return most - most % min(_PINNED_STEP, max(1, most // 8))
+
+    @functools.cached_property
+    def _in_files(self) -> dict[str, tuple[int, int]]:
+        """Bytes of each component that are read from a mapped file as they are, if no knob converts them.
+
+        The second number is the part in convolution kernels, which channels last reorders.
+        """
+        parts = self._anatomy.components
+        with pause_models(parts.values()):  # weights that are lent to a call are not in their files
+            return {
+                name: (bytes_also_in_files(all_tensors(part)), bytes_also_in_files(reordered_weights(part)))
+                for name, part in parts.items()
+            }

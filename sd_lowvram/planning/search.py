@@ -85,7 +85,7 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
     if best is None:
         smallest = search.smallest_as_traced_whole() or smallest
         best = search.leanest() if search.pricing.vram.holds(smallest.needed_bytes) else None
-        if best is None or not search.pricing.ram.holds(best.host_bytes):
+        if best is None or not search.pricing.host.budget.holds(best.host_bytes):
             raise budget_error(request, smallest, best)
     if least and not search.pricing.on_gpu and search.recomputes(smallest):
         smallest = search.smallest_as_traced_whole() or smallest  # a stage that recomputes maps is priced too low
@@ -107,14 +107,14 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
                 following,
                 search.pricing.compiling,
                 search.pricing.unlocked_seconds(best),
-                search.pricing.disk if any(stage.disk_bytes for stage in best.stages) else ASSUMED,
+                search.pricing.host.disk if any(stage.disk_bytes for stage in best.stages) else ASSUMED,
             ),
             *search.unknown(best),
         ),
         fidelity=search.pricing.fidelity(best.settings),
         next_faster=following,
         timing=search.timing(best),
-        alike={"vram": search.pricing.vram.alike, "ram": search.pricing.ram.alike},
+        alike={"vram": search.pricing.vram.alike, "ram": search.pricing.host.budget.alike},
     )
 
 
@@ -388,7 +388,7 @@ class PlanSearch:
         return [self._option(base, *each) for each in zip(self._groups, chosen, strict=True)]
 
     def _fits(self, run: Candidate) -> bool:
-        return self._held(run) and self.pricing.ram.holds(run.host_bytes)
+        return self._held(run) and self.pricing.host.budget.holds(run.host_bytes)
 
     def _held(self, run: Candidate) -> bool:
         """True if the run fits on the device."""

@@ -16,23 +16,23 @@ from ..cache import place_of, remember, remembered
 from ..compat.private import tree_flatten
 from ..devices.overhead import NONE, Overhead
 from ..errors import LowVRAMError, PlanningError, ran_out
-from ..hooks.offload import policy_of, step_groups
+from ..hooks.offload import policy_of, single_layers, step_groups, without_spare_buffer
 from ..hooks.weight_storage import quantised_layers
 from ..kernels.attention.problem import PlannedGpu, assume_gpu
 from ..kernels.cpu_convolutions import facts as cpu_facts
+from ..knob import Act
 from ..memory import kernels_of
 from ..memory.reserved import allocator_settings
 from ..memory.threads import pause_models
 from ..models.anatomy import Anatomy
-from ..settings import Settings
-from ..streaming.layout import ResidencyPolicy, lay_down, most_bytes
+from ..settings import Settings, acts, only, without
+from ..streaming.layout import lay_down, most_bytes
 from ..streaming.simulator import simulate
 from ..streaming.timing import ModuleSpan, StepTiming, schedule_units
 from ..tracing import MemoryTrace
 from ..tracing.fake_model import FakeModel
 from ..tracing.flop_counter import TooManyCopiesError
 from ..tracing.tracer import Figures, trace_equals_once
-from ..units import MIB
 from ..weights import all_tensors, weight_bytes
 from .stages import Shape, Stage, stages
 
@@ -148,42 +148,43 @@ class StageCosts:
 
         Args:
             name: name of the component.
-            settings: ``precision``, ``weight_storage``, ``offload`` and ``split_layers`` are read.
+            settings: knobs that convert or place weights are read.
 
         Raises:
             ConflictError: the weights would wait in host memory, and cannot.
         """
-        storage = settings.weight_storage if name in self.quantised else None
-        resident = Settings(precision=settings.precision, weight_storage=storage)
-        waits = settings.offload not in (None, "none")
-        policy = ResidencyPolicy("layer", split=bool(settings.split_layers))
+        stored, policy = self._stored(name, settings), single_layers(settings)
+        waits = Act.PARKS_WEIGHTS in acts(settings)
 
         def count() -> Weights:
             component = self._fake.anatomy.components[name]
-            with self._fake.running(name, resident):
-                room = lay_down(self._fake.layers({name: component}, resident), policy, {}).bytes if waits else 0
+            with self._fake.running(name, stored):
+                room = lay_down(self._fake.layers({name: component}, stored), policy, {}).bytes if waits else 0
                 largest = max((tensor.numel() * tensor.element_size() for tensor in all_tensors(component)), default=0)
                 return Weights(weight_bytes(component), largest, room)
 
-        return self._once(Weights, name, (resident, waits, policy.split), count)
+        return self._once(Weights, name, (stored, waits, policy.split), count)
 
     def room(self, name: str, settings: Settings) -> int:
         """Return the most bytes of streamed weights on the device during a component that runs once.
 
         Args:
             name: name of the component.
-            settings: ``offload``, ``weights_mib`` and ``split_layers`` are read.
+            settings: knobs that convert or place weights are read.
         """
-        storage = settings.weight_storage if name in self.quantised else None
-        resident = Settings(precision=settings.precision, weight_storage=storage)
-        policy = policy_of(settings, denoises=False)
+        stored, policy = self._stored(name, settings), policy_of(settings, denoises=False)
 
         def count() -> Streamed:
             component = self._fake.anatomy.components[name]
-            with self._fake.running(name, resident):
-                return Streamed(most_bytes(self._fake.layers({name: component}, resident), policy))
+            with self._fake.running(name, stored):
+                return Streamed(most_bytes(self._fake.layers({name: component}, stored), policy))
 
-        return self._once(Streamed, name, (resident, policy), count).device_bytes
+        return self._once(Streamed, name, (stored, policy), count).device_bytes
+
+    def _stored(self, name: str, settings: Settings) -> Settings:
+        """The knobs of ``settings`` that change the bytes of a component's weights."""
+        same_bytes = [Act.REORDERS_KERNELS] + ([] if name in self.quantised else [Act.COMPRESSES_WEIGHTS])
+        return without(only(settings, Act.CONVERTS_WEIGHTS), *same_bytes)
 
     @property
     def quantised(self) -> frozenset[str]:
@@ -209,8 +210,9 @@ class StageCosts:
         Raises:
             TooManyCopiesError: more is copied; the trace stops there.
         """
-        settings = self._as_laid_down(stage, _as_traced(settings.of_stage(stage.name)))
-
+        settings = acting(settings, stage)
+        if not stage.repeats:
+            settings = without_spare_buffer(settings, lambda: self.room(stage.component, settings))
         workspaces = dataclasses.replace(self._overhead, context_bytes=0)
         called = self._called_with[stage.name, stage.component]
         facts = settings, called, timing, tuple(allocator_settings()), workspaces, self._gpu
@@ -219,7 +221,7 @@ class StageCosts:
         def traced() -> Figures:
             traced = self.trace(stage, settings, timing, most_copied=most_copied)
             figures = {field.name: getattr(traced, field.name) for field in dataclasses.fields(Figures)}
-            return Figures(**figures | ({} if stage.repeats and settings.offload is None else {"spans": ()}))
+            return Figures(**figures | ({} if stage.repeats and not _streams(settings) else {"spans": ()}))
 
         def tried() -> Tried:
             try:
@@ -235,21 +237,12 @@ class StageCosts:
 
         return self._once(_figures, stage.component, facts, count)
 
-    def _as_laid_down(self, stage: Stage, settings: Settings) -> Settings:
-        """``settings`` with ``weights_mib`` reduced to the weights of a stage that runs once: more gives the same
-        trace.
-        """
-        if settings.weights_mib is None or settings.offload != "blocks" or stage.repeats:
-            return settings
-        taken = self.room(stage.component, settings)
-        return dataclasses.replace(settings, weights_mib=min(settings.weights_mib, -(-taken // MIB)))
-
     def step(self, stage: Stage, settings: Settings, timing: StepTiming) -> Step:
         """A denoising step with weights streamed as ``settings`` say; the engine's own schedule is no slower.
 
         Args:
             stage: a stage that repeats.
-            settings: with ``offload``.
+            settings: with streamed weights.
             timing: timing of the stage with these settings.
 
         Returns:
@@ -258,9 +251,8 @@ class StageCosts:
         Raises:
             BudgetError: the device buffer cannot hold the largest block.
         """
-        knobs = ("precision", "weight_storage", "channels_last", "offload", "weights_mib", "split_layers")
-        chosen = Settings(**{name: getattr(settings, name) for name in knobs})
-        resident = dataclasses.replace(chosen, offload=None, weights_mib=None, split_layers=None)
+        chosen = only(settings, Act.CONVERTS_WEIGHTS, Act.PLACES_WEIGHTS)
+        resident = without(chosen, Act.PLACES_WEIGHTS)
 
         def count() -> Step:
             fake = self._fake.anatomy
@@ -307,15 +299,16 @@ class StageCosts:
             whole: True to trace blocks that equal the block before them too. Streamed weights are always traced whole.
             most_copied: as in a call.
         """
-        settings = _as_traced(settings.of_stage(stage.name))
+        settings = acting(settings, stage)
         key = stage.name, stage.component
         with self._named(stage.component):
             fake = next(stage for stage in self._stages_of(self._fake.anatomy) if (stage.name, stage.component) == key)
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
-        equals = {} if whole or settings.offload or stage.reads else self._fake.equals(stage.component)
+        streams = _streams(settings)
+        equals = {} if whole or streams or stage.reads else self._fake.equals(stage.component)
         running = self._fake.running(stage.component, settings, timing)
         with self._named(stage.component), assume_gpu(self._gpu), running, torch.no_grad(), kernels:
-            again = stage.repeats and settings.offload is not None
+            again = stage.repeats and streams
             return trace_equals_once(
                 fake.run, fake.inputs(), {}, equals, self._overhead, stage.repeats, again, most_copied
             )
@@ -385,6 +378,10 @@ def _figures(spans: list[Any], **others: int) -> Figures:
     return Figures(spans=tuple(ModuleSpan(**span) for span in spans), **others)
 
 
-def _as_traced(settings: Settings) -> Settings:
-    """``settings`` without what runs the same operators in another way: code that was compiled or recorded."""
-    return dataclasses.replace(settings, compile=None, cuda_graphs=None, traced=None)
+def acting(settings: Settings, stage: Stage) -> Settings:
+    """The knobs of ``settings`` that act in ``stage``, without those that run the same operators from a recording."""
+    return without(settings.of_stage(stage.name), Act.REPLAYS)
+
+
+def _streams(settings: Settings) -> bool:
+    return Act.STREAMS_WEIGHTS in acts(settings)
