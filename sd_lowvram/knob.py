@@ -69,8 +69,11 @@ class Act(enum.Enum):
     COMPRESSES_WEIGHTS = "stores weights in 8 bits"
     REORDERS_KERNELS = "stores the weights of convolutions in another order"
     PLACES_WEIGHTS = "chooses the place of weights"
+    STREAMS_LAYERS = "has one layer on the device at a time"
     MOVES_MODELS = "has one whole model on the device at a time"
     ON_PROCESSOR = "computes on the processor next to a GPU"
+    MAKES_STRIPS = "decodes in exact strips"
+    OWN_WORKSPACE = "needs a workspace that differs from GPU to GPU"
 
 
 class Depth(enum.IntEnum):

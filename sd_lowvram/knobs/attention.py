@@ -23,7 +23,7 @@ class AttentionKnobs:
         stages=ATTENDING,
         hook="attention",
         depth=Depth.COMPUTES,
-        acts=IN_BLOCKS,
+        acts=IN_BLOCKS | {Act.OWN_WORKSPACE: ("cudnn",)},
     )
     attention_mib: int | None = declared(
         place=2,

@@ -34,6 +34,7 @@ class AutoencoderKnobs:
         stages=AUTOENCODER,
         hook={"off": "vae_whole", "exact": "vae_exact", "fast": "vae_fast"},
         depth=Depth.TILES,
+        acts={Act.MAKES_STRIPS: ("exact",)},
     )
     vae_map: str | None = declared(
         place=8,

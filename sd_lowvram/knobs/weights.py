@@ -57,7 +57,7 @@ class WeightsKnobs:
         hook="offload",
         depth=Depth.PLACES,
         acts={Act.PARKS_WEIGHTS: ("component", *STREAMED), Act.STREAMS_WEIGHTS: STREAMED, Act.KEEPS_STATE: STREAMED}
-        | {Act.PLACES_WEIGHTS: ANY, Act.MOVES_MODELS: ("component",)},
+        | {Act.PLACES_WEIGHTS: ANY, Act.MOVES_MODELS: ("component",), Act.STREAMS_LAYERS: ("layer",)},
     )
     weights_mib: int | None = declared(
         place=17,

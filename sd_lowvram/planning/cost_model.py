@@ -10,13 +10,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from ..devices.compiling import Compiling, compiling_of
+from ..devices.disk import ASSUMED
 from ..devices.performance import MEASURED_GAINS, THIS
-from ..devices.this_machine import rates_of
 from ..hooks.compiled import is_compiled, kinds_of, were_compiled
 from ..hooks.deep_cache import skipped_layers
 from ..hooks.fused_kernels import kernels_in
@@ -29,7 +30,6 @@ from ..models.anatomy import Anatomy
 from ..models.latents import latent_channels, latent_size
 from ..settings import Fidelity, Settings, acts, only, without
 from ..streaming.host_weights import RING_BYTES
-from ..streaming.simulator import CopyQueue
 from ..streaming.timing import LAYER_LAUNCHES, StepTiming, layers_with_weights, timing_of
 from ..tracing.flop_counter import TooManyCopiesError
 from ..tracing.tracer import Figures
@@ -38,9 +38,9 @@ from .host_resident import HostMemory, HostResidentWeights, read_bytes
 from .options import Choice
 from .placements import Case, Placed, on_processor, placement_of
 from .plan import Candidate, StagePlan
-from .request import Budget, Request
+from .request import Request
 from .stage_costs import StageCosts, Step
-from .stage_seconds import Counts, Work, call_seconds, stage_seconds
+from .stage_seconds import Counts, Work, call_seconds, processor_seconds, stage_seconds
 from .stages import CONTROL, Stage
 
 _WORK = ("flops", "wide_flops", "moved_bytes", "product_bytes", "packed_bytes", "operators", "spans")
@@ -58,6 +58,27 @@ def _with_stage(run: Candidate, number: int, stage: StagePlan) -> Candidate:
     return dataclasses.replace(run, stages=(*run.stages[:number], stage, *run.stages[number + 1 :]))
 
 
+@dataclass(frozen=True)
+class About:
+    """Facts on a run for its plan.
+
+    Attributes:
+        fidelity: the lowest of all decided knobs, and of the number types of every component.
+        timing: times of a step's modules, if weights are streamed.
+        compiling: measured gain of torch.compile; None: not measured.
+        unlocked_seconds: extra seconds because not all waiting weights are page-locked.
+        disk: bytes a second of the disk under the weights.
+        unknown_bytes: weights of a model of which nothing else is known; None: its calls are known.
+    """
+
+    fidelity: Fidelity
+    timing: StepTiming | None
+    compiling: Compiling | None
+    unlocked_seconds: float
+    disk: float
+    unknown_bytes: int | None
+
+
 class Pricing:
     """Bytes and seconds of one request's stages, with given settings."""
 
@@ -70,7 +91,7 @@ class Pricing:
         """
         self.anatomy = anatomy
         self.request = request
-        self.vram, self.host = Budget(request.vram), HostMemory(anatomy, request)
+        self.host = HostMemory(anatomy, request, self._stays_in_file)
         where = request.device, request.overhead
         self.costs: StageCosts = StageCosts(
             anatomy, request.shape, request.encodes, *where, like.costs if like else None, request.gpu
@@ -188,18 +209,20 @@ class Pricing:
         """Bytes of the weights of all components."""
         return sum(self.costs.weights(name, settings).bytes for name in self.anatomy.components)
 
-    def runs_often(self, planned: StagePlan) -> bool:
-        """True if a stage runs in every step."""
-        return any(
-            stage.repeats
-            for stage in self.costs.stages
-            if (stage.name, stage.component) == (planned.name, planned.component)
+    def about(self, run: Candidate) -> About:
+        """Facts on ``run`` that a plan shows in addition to its stages."""
+        settings, steps = run.settings, [stage for stage in self.costs.stages if stage.repeats]
+        types = (self._arithmetic(name, settings).fidelity for name in self.anatomy.components)
+        streams, rehearsed = Act.STREAMS_WEIGHTS in self._acts(settings), self.anatomy.rehearsal is not None
+        timings = [self.timing(stage, settings) for stage in (steps if rehearsed else steps[:1]) if streams]
+        return About(
+            fidelity=max(fidelity_of_knobs(settings), *types),
+            timing=functools.reduce(StepTiming.followed_by, timings) if timings else None,
+            compiling=self.compiling,
+            unlocked_seconds=self._unlocked_seconds(run),
+            disk=self.host.disk if any(stage.disk_bytes for stage in run.stages) else ASSUMED,
+            unknown_bytes=None if self.anatomy.family.known or rehearsed else self.weights_bytes(settings),
         )
-
-    def fidelity(self, settings: Settings) -> Fidelity:
-        """Return the lowest fidelity of all decided knobs, and of the number types of every component."""
-        of_types = (self._arithmetic(name, settings).fidelity for name in self.anatomy.components)
-        return max(fidelity_of_knobs(settings), *of_types)
 
     def _priced(self, settings: Settings, stage: Stage, choice: Choice) -> StagePlan:
         case = self._case(settings, stage)
@@ -211,7 +234,7 @@ class Pricing:
         parked = figures.host_peak_bytes
         held = HostResidentWeights(placed.waiting, placed.waiting)
         if placed.order:
-            held = self._held(settings, placed.waiting, parked)
+            held = self.host.hold(settings, placed.waiting, parked)
         locked, unlocked = self._locked(placed, held)
         step = placed.step
         seconds, slowdown = stage_seconds(
@@ -246,13 +269,7 @@ class Pricing:
 
     def _on_processor(self, case: Case, placed: Placed, choice: Choice) -> StagePlan:
         """Price a stage in host memory, in fp32, on the CPU of a machine with a GPU."""
-        figures, rates = case.figures, self.request.rates
-        here = rates.name == THIS  # this machine is calibrated
-        seconds = (
-            rates_of(torch.device("cpu")).seconds(figures, torch.float32.itemsize)
-            if here
-            else figures.flops / rates.processor_flops
-        )
+        figures = case.figures
         host_bytes = placed.waiting + figures.peak_bytes + figures.host_peak_bytes
         return StagePlan(
             name=case.stage.name,
@@ -265,7 +282,7 @@ class Pricing:
             least_host_bytes=host_bytes,
             held_bytes=sum(case.weights.values()) + figures.allocated_bytes,
             largest_bytes=0,
-            seconds=seconds,
+            seconds=processor_seconds(figures, self.request.rates),
             choice=choice,
         )
 
@@ -353,7 +370,7 @@ class Pricing:
         )
         if not placed.order:
             return counts
-        copies = self._copies(stage, settings, held)
+        copies = self.host.copies(stage.component, settings, held)
         weights = {**case.weights, case.component: case.own.bytes}
         kept = None if copies.cached is None else (copies.pinned or 0) + copies.cached
         already = placed.step.disk_bytes if placed.step else 0
@@ -438,9 +455,6 @@ class Pricing:
         """Bytes that the device reserves for weight buffers of these sizes."""
         return sum(map(segment, sizes)) if self.on_gpu else sum(sizes)
 
-    def _held(self, settings: Settings, weights: int, parked: int) -> HostResidentWeights:
-        return self.host.hold(weights, parked, lambda name: self._stays_in_file(name, settings))
-
     def _locked(self, placed: Placed, held: HostResidentWeights) -> tuple[int, int]:
         """Bytes of waiting weights that are page-locked, and of those that are not; on a GPU, for copies of ours."""
         if not placed.order or not placed.locks or not self.on_gpu:
@@ -448,16 +462,12 @@ class Pricing:
         locked = placed.waiting if held.pinned_bytes is None else min(placed.waiting, held.pinned_bytes)
         return locked, placed.waiting - locked
 
-    def _copies(self, stage: Stage, settings: Settings, held: HostResidentWeights) -> CopyQueue:
-        stays = self._stays_in_file(stage.component, settings)
-        return self.host.copies(stage.component, held, stays, Act.REORDERS_KERNELS in self._acts(settings))
-
     def _stays_in_file(self, name: str, settings: Settings) -> bool:
         """True if a component's mapped weights are used as they are stored in the files."""
         compressed = Act.COMPRESSES_WEIGHTS in self._acts(settings)
         return not compressed and not self._arithmetic(name, settings).converted
 
-    def unlocked_seconds(self, run: Candidate) -> float:
+    def _unlocked_seconds(self, run: Candidate) -> float:
         """Seconds by which ``run`` is slower because some of its weights are not page-locked."""
         if not run.unlocked_bytes:
             return 0.0
@@ -513,11 +523,11 @@ class Pricing:
         copying the weights.
         """
         figures = self._resident(stage, self.as_traced(stage, settings))
-        held = self._held(settings, self.weights_bytes(settings), figures.host_peak_bytes)
+        held = self.host.hold(settings, self.weights_bytes(settings), figures.host_peak_bytes)
 
         def count() -> StepTiming:
             size = self._computed_bytes(stage.component, settings)
-            model, copies = self.anatomy.components[stage.component], self._copies(stage, settings, held)
+            model, copies = self.anatomy.components[stage.component], self.host.copies(stage.component, settings, held)
             layer = self.request.pace.layer
             layer = LAYER_LAUNCHES if layer is None else layer
             timing = timing_of(stage.component, model, figures.spans, self.request.rates, size, copies, layer)

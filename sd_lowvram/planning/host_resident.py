@@ -13,9 +13,11 @@ from pathlib import Path
 from ..devices.disk import ASSUMED, disk_rate
 from ..devices.performance import THIS
 from ..hooks.channels_last import reordered_weights
+from ..knob import Act
 from ..memory.pinned import PINNED_SHARE, most_pinned_bytes
 from ..memory.threads import pause_models
 from ..models.anatomy import Anatomy
+from ..settings import Settings, acts
 from ..streaming.host_weights import RING_BYTES, bytes_also_in_files, least_host_bytes
 from ..streaming.mapped_files import MappedFiles, can_read_past_cache
 from ..streaming.simulator import CopyQueue
@@ -92,13 +94,15 @@ class HostMemory:
         budget: the request's bytes of host memory.
     """
 
-    def __init__(self, anatomy: Anatomy, request: Request) -> None:
+    def __init__(self, anatomy: Anatomy, request: Request, stays_in_file: Callable[[str, Settings], bool]) -> None:
         """
         Args:
             anatomy: parts of the target.
             request: budget and device.
+            stays_in_file: function that is True if settings use a component's weights as their files store them.
         """
         self.budget = Budget(request.ram)
+        self._stays_in_file = stays_in_file
         self._anatomy = anatomy
         self._request = request
         self._on_gpu = request.device.type != "cpu"
@@ -111,15 +115,9 @@ class HostMemory:
         other._locks_all = True
         return other
 
-    def hold(self, weights: int, parked: int, stays_in_file: Callable[[str], bool]) -> HostResidentWeights:
-        """Distribute ``weights`` bytes over the host memory that ``parked`` bytes of maps leave.
-
-        Args:
-            weights: bytes that wait.
-            parked: bytes of maps in host memory.
-            stays_in_file: function that is True for a component whose weights are used as their files store them.
-        """
-        mapped = sum(size for name, (size, _) in self._in_files.items() if stays_in_file(name))
+    def hold(self, settings: Settings, weights: int, parked: int) -> HostResidentWeights:
+        """Distribute ``weights`` bytes over the host memory that ``parked`` bytes of maps leave."""
+        mapped = sum(size for name, (size, _) in self._in_files.items() if self._stays_in_file(name, settings))
         pinnable = None if self._pinnable is None else max(0, self._pinnable - parked)
         resident = host_resident(weights, mapped, self._request.ram - parked, pinnable)
         if self._locks_all:
@@ -132,20 +130,13 @@ class HostMemory:
             self.budget.holds(used + more)
         return resident
 
-    def copies(self, component: str, held: HostResidentWeights, stays_in_file: bool, reordered: bool) -> CopyQueue:
-        """Return the cost of copying a component's weights to the device.
-
-        Args:
-            component: name of the component.
-            held: the weights that wait.
-            stays_in_file: True if the component's weights are used as their file stores them.
-            reordered: True if kernels of convolutions are brought channels last.
-        """
+    def copies(self, component: str, settings: Settings, held: HostResidentWeights) -> CopyQueue:
+        """Return the cost of copying a component's weights to the device, with ``held`` weights waiting."""
         rates, (size, kernels) = self._request.rates, self._in_files[component]
-        filling = rates.filling(size, kernels if reordered else 0)
+        filling = rates.filling(size, kernels if Act.REORDERS_KERNELS in acts(settings) else 0)
         overlap = self._on_gpu and self._request.pace.overlaps
         copies = CopyQueue(rates.copy_bandwidth, overlap=overlap, reading=filling, pinned=held.pinned_bytes)
-        if held.cached_bytes is None or not size or not stays_in_file:
+        if held.cached_bytes is None or not size or not self._stays_in_file(component, settings):
             return copies
         cached = held.cached_bytes
         if not can_read_past_cache() and size > (held.pinned_bytes or 0) + cached:

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 
 import torch
 
-from ..devices.compiling import Compiling
-from ..devices.disk import ASSUMED
 from ..devices.performance import MEASURED_GAINS, THIS
 from ..errors import BudgetError
 from ..hooks.compiled import is_compiled
+from ..hooks.fused_kernels import kernels_in
+from ..knob import Act
 from ..memory.limit import limits_reserved
 from ..models.calls import TEXT_STAGE
 from ..policies.named import OURS
-from ..settings import Settings
+from ..settings import Settings, acts
 from ..units import LONG, format_least, format_size
+from .cost_model import About
 from .plan import Candidate, StagePlan
 from .request import Request
 from .wording import Kind, Reason, described
@@ -114,40 +115,32 @@ def why_not(stage: StagePlan, others: list[StagePlan], request: Request, largest
     return f"{name} is faster here and slower in the stages that share its settings"
 
 
-def reasons(
-    request: Request,
-    best: Candidate,
-    following: Candidate | None,
-    compiling: Compiling | None = None,
-    unlocked_seconds: float = 0.0,
-    disk: float = ASSUMED,
-) -> list[Reason]:
+def reasons(request: Request, best: Candidate, following: Candidate | None, about: About) -> Iterator[Reason]:
     """Reasons for what was chosen, what it costs, and what the next larger budget would buy.
 
     Args:
         request: picture, budgets and rates.
         best: the chosen candidate.
         following: the nearest faster candidate beyond the budget; None: there is none.
-        compiling: measured gain of torch.compile; None: not measured.
-        unlocked_seconds: extra seconds because not all waiting weights are page-locked.
-        disk: bytes a second of the disk under the weights.
+        about: facts on ``best``.
     """
-    found = [Reason(Kind.PEAK, **_budget(request, best), stage=best.worst.name)]
-    found += _on_weights(request, best, unlocked_seconds, disk)
-    found += _on_speed(request, best, compiling)
+    yield Reason(Kind.PEAK, **_budget(request, best), stage=best.worst.name)
+    yield from _on_weights(request, best, about)
+    yield from _on_speed(request, best, about)
     if request.device.type != "cpu":
         known = request.pace.first_seconds if request.rates.name in _PUBLISHED_FIRST else None
-        found.append(Reason(Kind.FIRST_PICTURE, more_seconds=known))
-    found += _on_limit(request)
+        yield Reason(Kind.FIRST_PICTURE, more_seconds=known)
+    yield from _on_limit(request)
     if best.seconds >= LONG:
         longest = max(best.stages, key=lambda stage: stage.seconds)
         share = round(100 * longest.seconds / best.seconds)
         slow = {"seconds": best.seconds, "card": request.rates.title}
-        found.append(Reason(Kind.SLOW, **slow, percent=share, stage=longest.name))
+        yield Reason(Kind.SLOW, **slow, percent=share, stage=longest.name)
     if following is not None and following.seconds <= _WORTH_TELLING * best.seconds:
         faster = {"needed_bytes": following.needed_bytes, "faster_seconds": following.seconds}
-        found.append(Reason(Kind.MORE_MEMORY, **faster, seconds=best.seconds))
-    return found
+        yield Reason(Kind.MORE_MEMORY, **faster, seconds=best.seconds)
+    if about.unknown_bytes is not None:
+        yield not_planned(about.unknown_bytes, best.settings)
 
 
 def _on_limit(request: Request) -> Iterator[Reason]:
@@ -161,43 +154,43 @@ def _budget(request: Request, best: Candidate) -> dict[str, int]:
     return {"needed_bytes": best.needed_bytes, "vram": request.vram}
 
 
-def _on_weights(request: Request, best: Candidate, unlocked_seconds: float, disk: float) -> Iterator[Reason]:
+def _on_weights(request: Request, best: Candidate, about: About) -> Iterator[Reason]:
     """Reasons on the places of the weights, and of the maps of a decode."""
-    chosen = best.settings
-    streamed = next((stage for stage in best.stages if stage.slowdown != 1.0), None)
-    if chosen.offload == "component":
+    acting = acts(best.settings)
+    slower = next((stage for stage in best.stages if stage.slowdown != 1.0), None)
+    if Act.MOVES_MODELS in acting:
         yield Reason(Kind.ONE_COMPONENT)
-    elif chosen.offload in ("blocks", "halves") and streamed is not None:
-        yield Reason(Kind.STREAMED, weights_bytes=streamed.weights_bytes, slowdown=streamed.slowdown)
-    elif chosen.offload == "layer":
-        yield Reason(Kind.ONE_LAYER, slowdown=None if streamed is None else streamed.slowdown)
+    elif Act.STREAMS_LAYERS in acting:
+        yield Reason(Kind.ONE_LAYER, slowdown=None if slower is None else slower.slowdown)
+    elif Act.STREAMS_WEIGHTS in acting and slower is not None:
+        yield Reason(Kind.STREAMED, weights_bytes=slower.weights_bytes, slowdown=slower.slowdown)
     if best.locked_bytes:
         waiting = {"locked_bytes": best.locked_bytes, "unlocked_bytes": best.unlocked_bytes}
-        yield Reason(Kind.PAGE_LOCKED, **waiting, seconds=unlocked_seconds)
-    yield from (_from_disk(request, stage, disk) for stage in best.stages if stage.disk_bytes)
-    if chosen.vae_tiles == "exact":
-        yield Reason(Kind.EXACT_STRIPS, vae_map=chosen.vae_map)  # a causal autoencoder has no such map
-    if any(stage.choice.get("decoder_device") == "cpu" for stage in best.stages):
+        yield Reason(Kind.PAGE_LOCKED, **waiting, seconds=about.unlocked_seconds)
+    yield from (_from_disk(request, stage, about.disk) for stage in best.stages if stage.disk_bytes)
+    if Act.MAKES_STRIPS in acting:
+        yield Reason(Kind.EXACT_STRIPS, vae_map=best.settings.vae_map)  # a causal autoencoder has no such map
+    if any(Act.ON_PROCESSOR in acts(Settings(**stage.choice)) for stage in best.stages):
         yield Reason(Kind.DECODER_ON_CPU)
 
 
-def _on_speed(request: Request, best: Candidate, compiling: Compiling | None) -> Iterator[Reason]:
+def _on_speed(request: Request, best: Candidate, about: About) -> Iterator[Reason]:
     """Reasons on settings that are taken because they are faster, and on figures that are unknown."""
-    chosen, budget = best.settings, _budget(request, best)
-    if is_compiled(chosen) and compiling is not None:
-        yield Reason(Kind.COMPILED, **budget, gain=compiling.gain)
-    if chosen.cuda_graphs:
+    chosen, acting, budget = best.settings, acts(best.settings), _budget(request, best)
+    named, measured = request.rates.name != THIS, request.rates.name in MEASURED_GAINS
+    if is_compiled(chosen) and about.compiling is not None:
+        yield Reason(Kind.COMPILED, **budget, gain=about.compiling.gain)
+    if Act.RECORDS in acting:
         yield Reason(Kind.RECORDED, **budget)
-    if request.rates.name != THIS and chosen.cuda_graphs:
-        yield Reason(Kind.BY_TIME_MODEL)
-    in_decoder = chosen.vae_fused_kernels and request.rates.name not in MEASURED_GAINS
-    if request.rates.name != THIS and (chosen.fused_kernels or in_decoder):
+        if named:
+            yield Reason(Kind.BY_TIME_MODEL)
+    if named and (kernels_in(chosen, autoencoder=False) or (kernels_in(chosen, autoencoder=True) and not measured)):
         yield Reason(Kind.FUSED_NOT_FASTER)
-    if chosen.precision == "fp16-products":
+    if Act.HALVES_PRODUCTS in acting:
         yield Reason(Kind.HALF_PRODUCTS)
-    if chosen.packed_weights:
+    if Act.COPIES_WEIGHTS in acting:
         yield Reason(Kind.PACKED, **budget)
-    if chosen.attention == "cudnn" and request.overhead.attention_share is None:
+    if Act.OWN_WORKSPACE in acting and request.overhead.attention_share is None:
         yield Reason(Kind.ATTENTION_UNKNOWN)
 
 

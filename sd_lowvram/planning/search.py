@@ -24,23 +24,19 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 
-from ..devices.disk import ASSUMED
 from ..errors import BudgetError, LowVRAMError, PlanningError
 from ..hooks.offers import Offer, OfferKind, Target, add_offers, drop_undecided, left_open, select_kind
 from ..hooks.registry import applicable, checked, offered
 from ..kernels.attention.problem import assume_gpu
-from ..knob import Act
 from ..models.anatomy import Anatomy
 from ..models.support import check_moved
-from ..settings import Settings, acts, conflict, implied
-from ..streaming.timing import StepTiming
+from ..settings import Settings, conflict, implied
 from ..units import MIB
 from .cost_model import Pricing
 from .options import Choice, Group, WeightPlacement, groups, weight_ways
 from .plan import Candidate, Plan, StagePlan
-from .reasons import budget_error, not_planned, reasons, too_large, why_not
-from .request import DEFAULT_STEPS, Request
-from .wording import Reason
+from .reasons import budget_error, reasons, too_large, why_not
+from .request import DEFAULT_STEPS, Budget, Request
 
 __all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "make_plan"]
 
@@ -78,19 +74,9 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
         BudgetError: as :func:`make_plan`.
     """
     request = search.request
-    best = search.fastest()
-    smallest = search.smallest() if least or best is None else best
-    if smallest is None:
-        raise search.too_large()
-    if best is None:
-        smallest = search.smallest_as_traced_whole() or smallest
-        best = search.leanest() if search.pricing.vram.holds(smallest.needed_bytes) else None
-        if best is None or not search.pricing.host.budget.holds(best.host_bytes):
-            raise budget_error(request, smallest, best)
-    if least and not search.pricing.on_gpu and search.recomputes(smallest):
-        smallest = search.smallest_as_traced_whole() or smallest  # a stage that recomputes maps is priced too low
+    best, smallest = _best_and_smallest(search, least)
     smallest = min(smallest, best, key=lambda run: run.needed_bytes)
-    following = search.next_faster(best)
+    following, about = search.next_faster(best), search.pricing.about(best)
     return Plan(
         settings=best.settings,
         request=request,
@@ -100,22 +86,32 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
         minimum_peak_bytes=smallest.peak_bytes,
         minimum_vram_bytes=smallest.needed_bytes,
         minimum_ram_bytes=smallest.least_host_bytes,
-        reasons=(
-            *reasons(
-                request,
-                best,
-                following,
-                search.pricing.compiling,
-                search.pricing.unlocked_seconds(best),
-                search.pricing.host.disk if any(stage.disk_bytes for stage in best.stages) else ASSUMED,
-            ),
-            *search.unknown(best),
-        ),
-        fidelity=search.pricing.fidelity(best.settings),
+        reasons=tuple(reasons(request, best, following, about)),
+        fidelity=about.fidelity,
         next_faster=following,
-        timing=search.timing(best),
-        alike={"vram": search.pricing.vram.alike, "ram": search.pricing.host.budget.alike},
+        timing=about.timing,
+        alike={"vram": search.vram.alike, "ram": search.ram.alike},
     )
+
+
+def _best_and_smallest(search: PlanSearch, least: bool) -> tuple[Candidate, Candidate]:
+    """Return the fastest run that fits, and the one that needs least of the device.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    best = search.fastest()
+    smallest = search.smallest() if least or best is None else best
+    if smallest is None:
+        raise search.too_large()
+    if best is None:
+        smallest = search.smallest_as_traced_whole() or smallest
+        best = search.leanest() if search.vram.holds(smallest.needed_bytes) else None
+        if best is None or not search.ram.holds(best.host_bytes):
+            raise budget_error(search.request, smallest, best)
+    if least and search.request.device.type == "cpu" and search.recomputes(smallest):
+        smallest = search.smallest_as_traced_whole() or smallest  # a stage that recomputes maps is priced too low
+    return best, smallest
 
 
 class PlanSearch:
@@ -137,13 +133,15 @@ class PlanSearch:
             settings = checked(applicable(settings, anatomy, request.device), anatomy, request.device)
         settings = drop_undecided(settings)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
+        self.vram, self.ram = Budget(request.vram), self.pricing.host.budget
+        self._stages, self._denoiser = self.pricing.costs.stages, anatomy.denoiser
         self.largest = settings.largest_bytes
         target = Target(anatomy, request.device, request.rates, request.batch, settings, approximate)
         with assume_gpu(request.gpu):
             self._offers = offered(target)
         self._fixed = settings
         self.base = add_offers(settings, select_kind(self._offers, OfferKind.ALWAYS))
-        self._groups = groups(self.pricing.costs.stages, self.base, self._offers)
+        self._groups = groups(self._stages, self.base, self._offers)
         self._rejected: list[Candidate] = []
         late = select_kind(self._offers, OfferKind.LATE)
         self._late_offers = [offer for offer in late if left_open(offer.knobs, settings) == offer.knobs]
@@ -211,7 +209,7 @@ class PlanSearch:
         while len(chosen) == len(left):
             yield (run := self.pricing.whole(base, self._options(base, chosen)))
             fits = list(map(self._fits, self._options(base, chosen)))  # by the whole trace, if the run was traced
-            if all(fits) or not self.pricing.vram.holds(run.weights_bytes + run.overhead_bytes):
+            if all(fits) or not self.vram.holds(run.weights_bytes + run.overhead_bytes):
                 return
             try:
                 ways = zip(chosen, fits, left, strict=True)
@@ -258,8 +256,9 @@ class PlanSearch:
 
         Such a stage may recompute maps; its price as a sum is then too low.
         """
-        near = (stage for stage in run.stages if stage.reserved_bytes >= _NEARLY * run.worst.reserved_bytes)
-        return not all(map(self.pricing.runs_often, near))
+        near = _NEARLY * run.worst.reserved_bytes
+        pairs = zip(self._stages, run.stages, strict=True)
+        return any(planned.reserved_bytes >= near and not stage.repeats for stage, planned in pairs)
 
     def leanest(self) -> Candidate | None:
         """Return the run with the least host memory among those that fit the device when traced whole; None if none
@@ -334,8 +333,7 @@ class PlanSearch:
             if conflict(base) is not None:
                 continue
             try:
-                for name in self.pricing.anatomy.components:
-                    self.pricing.costs.weights(name, base)
+                self.pricing.weights_bytes(base)
                 placements |= dict.fromkeys(self._with_sizes(base, way.mib_knob), way)
             except PlanningError:
                 raise
@@ -365,10 +363,9 @@ class PlanSearch:
         Args:
             mib_knob: the knob with this size in MiB; "": no size is tried.
         """
-        denoiser = self.pricing.anatomy.denoiser
-        if not mib_knob or getattr(base, mib_knob) is not None or denoiser is None:
+        if not mib_knob or getattr(base, mib_knob) is not None or self._denoiser is None:
             return [base]
-        weights = self.pricing.costs.weights(denoiser, base)
+        weights = self.pricing.costs.weights(self._denoiser, base)
         sizes = {-(-weights.bytes * share // (_SHARES[-1] * MIB)) for share in _SHARES[:-1]}
         rooms = (sum(self.pricing.costs.weights(name, base).room_bytes for name in group) for group in self._steps)
         least = -(-max(weights.room_bytes, *rooms) // MIB)
@@ -388,11 +385,11 @@ class PlanSearch:
         return [self._option(base, *each) for each in zip(self._groups, chosen, strict=True)]
 
     def _fits(self, run: Candidate) -> bool:
-        return self._held(run) and self.pricing.host.budget.holds(run.host_bytes)
+        return self._held(run) and self.ram.holds(run.host_bytes)
 
     def _held(self, run: Candidate) -> bool:
         """True if the run fits on the device."""
-        return self.pricing.vram.holds(run.needed_bytes) and self._small(run)
+        return self.vram.holds(run.needed_bytes) and self._small(run)
 
     def _small(self, run: Candidate) -> bool:
         return run.largest_bytes <= self.largest
@@ -409,20 +406,6 @@ class PlanSearch:
                 if (other_stage.name, other_stage.component) == (stage.name, stage.component)
             ]
             yield dataclasses.replace(stage, why=why_not(stage, others, self.request, self.largest))
-
-    def unknown(self, best: Candidate) -> Iterator[Reason]:
-        """The reason on models whose call signature is unknown: only weights are counted."""
-        if not self.pricing.anatomy.family.known and self.pricing.anatomy.rehearsal is None:
-            yield not_planned(self.pricing.weights_bytes(best.settings), best.settings)
-
-    def timing(self, best: Candidate) -> StepTiming | None:
-        """Times of a step's modules, if weights are streamed."""
-        steps = [stage for stage in self.pricing.costs.stages if stage.repeats]
-        if Act.STREAMS_WEIGHTS not in acts(best.settings) or not steps:
-            return None
-        timings = [self.pricing.timing(stage, best.settings) for stage in steps]
-        rehearsed = self.pricing.anatomy.rehearsal is not None
-        return functools.reduce(StepTiming.followed_by, timings) if rehearsed else timings[0]
 
 
 def _choice(run: Candidate, group: Group) -> Choice:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..devices.performance import Rates
+import torch
+
+from ..devices.performance import THIS, Rates
+from ..devices.this_machine import rates_of
 from ..policies.named import Pace
 from ..streaming.simulator import CopyQueue
 from ..tracing.tracer import Figures
@@ -78,6 +81,13 @@ def call_seconds(work: Work, rates: Rates) -> float:
         passed = sum(taken for span, taken in spans if f"{span.path}.".startswith(deep))
         seconds *= 1 - work.skips * passed / sum(taken for _, taken in spans)
     return seconds / work.gain
+
+
+def processor_seconds(figures: Figures, rates: Rates) -> float:
+    """Seconds of a stage on the CPU of a machine with a GPU of ``rates``; calibrated if it is this machine."""
+    if rates.name == THIS:
+        return rates_of(torch.device("cpu")).seconds(figures, torch.float32.itemsize)
+    return figures.flops / rates.processor_flops
 
 
 def stage_seconds(counts: Counts, rates: Rates, pace: Pace) -> tuple[float, float]:
