@@ -118,6 +118,8 @@ class Knob:
         excludes: behaviours of other knobs, each with the values of this knob that forbid it.
         undecided: values that count as not set, like None: a plan chooses ("auto").
         implies: values of other knobs that it sets if they are undecided.
+        opened_with: name of what a fallback step opens to the search after memory ran out, this knob with it; "": none.
+        closed: value that an undecided knob has until then; None: undecided.
         when: when the knob helps, and what it costs.
         place: position in the fixed order that payloads and saved workflows rely on. A new knob of ours takes the next
             one; registered knobs come last.
@@ -138,6 +140,8 @@ class Knob:
     excludes: Mapping[Act, tuple[str, ...]] = field(default_factory=dict)
     undecided: tuple[str, ...] = ()
     implies: Mapping[str, Any] = field(default_factory=dict)
+    opened_with: str = ""
+    closed: Any = None
     when: str = ""
     place: int = sys.maxsize
 

@@ -14,6 +14,7 @@ class ActivationsKnobs:
 
     feed_forward_chunks: int | None = declared(
         place=12,
+        opened_with="strips",
         label="Widest layers in parts",
         help="compute the model's widest layers in this many parts; less memory for large pictures",
         when="large pictures, if the widest layers are the peak; a little time",
@@ -26,6 +27,7 @@ class ActivationsKnobs:
     )
     residual_strips: int | None = declared(
         place=13,
+        opened_with="strips",
         label="Convolutions in strips",
         help="compute the model's convolutions in this many strips of the picture; less memory for large pictures",
         when="large pictures, if convolutions are the peak; some time for the rows that strips share",
@@ -38,6 +40,7 @@ class ActivationsKnobs:
     )
     transformer_chunks: int | None = declared(
         place=14,
+        opened_with="strips",
         label="Transformers in parts",
         help="compute the model's transformers in this many parts of the picture; less memory for large pictures",
         when="large pictures, if transformers are the peak; a little time",
@@ -50,6 +53,8 @@ class ActivationsKnobs:
     )
     park_skips: bool | None = declared(
         place=15,
+        opened_with="maps",
+        closed=False,
         label="Wait in RAM",
         help="move intermediate results that the model needs only later (skip connections) to RAM; with guidance in "
         "turn also those of the half that is not being computed",
@@ -62,6 +67,7 @@ class ActivationsKnobs:
     )
     guidance_in_turn: bool | None = declared(
         place=16,
+        opened_with="strips",
         label="Guidance in turn",
         help="compute prompt and negative prompt one after the other, so that only one of them needs memory",
         when="wherever guidance doubles the batch; halves that are too small for the GPU take longer than both at once",

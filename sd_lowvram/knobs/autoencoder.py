@@ -24,6 +24,7 @@ class AutoencoderKnobs:
     )
     vae_tiles: str | None = declared(
         place=7,
+        opened_with="strips",
         label="Decode in parts",
         help="exact: strips that fit together without seams or colour shift; fast: overlapping tiles, blended, "
         "which may show",
@@ -38,6 +39,8 @@ class AutoencoderKnobs:
     )
     vae_map: str | None = declared(
         place=8,
+        opened_with="maps",
+        closed="held",
         label="Unfinished picture",
         help="place of the unfinished picture while exact strips are made: held in VRAM, parked in RAM, or recomputed, "
         "which needs no memory and more time",
@@ -48,6 +51,7 @@ class AutoencoderKnobs:
     )
     vae_strip_mib: int | None = declared(
         place=9,
+        opened_with="strips",
         label="Memory for a strip",
         help="memory for one exact strip of the decode; less is slower",
         when="if a strip is the peak; less memory means more strips, which take longer",
@@ -58,6 +62,8 @@ class AutoencoderKnobs:
     )
     decoder_device: str | None = declared(
         place=10,
+        opened_with="decoder",
+        closed="gpu",
         label="Decode on",
         help="decode on the GPU (gpu), on the processor (cpu), or on the processor only if VRAM is too small (auto)",
         when="if the decode fits no other way; a processor takes many times as long",

@@ -70,6 +70,7 @@ class SpeedKnobs:
     )
     compile: str | None = declared(
         place=25,
+        opened_with="strips",
         label="Compile",
         help="compile the model with torch.compile, by kinds of blocks (regional) or as one (whole): the first picture "
         "takes longer, later ones are faster",
@@ -86,6 +87,7 @@ class SpeedKnobs:
     )
     traced: bool | None = declared(
         place=26,
+        opened_with="strips",
         label="Traced",
         help="record the model's operations once for each size, store them in the cache folder, and run them without "
         "Python; needs no compiler",
@@ -102,6 +104,7 @@ class SpeedKnobs:
     )
     cuda_graphs: bool | None = declared(
         place=29,
+        opened_with="strips",
         label="CUDA graphs",
         help="record the model's operations on an NVIDIA GPU once and replay them: faster if starting an operation "
         "takes longer than the operation",

@@ -47,6 +47,7 @@ class WeightsKnobs:
     )
     offload: str | None = declared(
         place=11,
+        opened_with="weights",
         label="Model in VRAM",
         help="part of the model that is in VRAM at once: all of it (none), one of its models (component), half a UNet "
         "(halves), the amount set below (blocks), or one layer (layer); the rest is loaded from RAM when it is needed",
@@ -61,6 +62,7 @@ class WeightsKnobs:
     )
     weights_mib: int | None = declared(
         place=17,
+        opened_with="weights",
         label="Model in VRAM, up to",
         help="hold this much of the model in VRAM and load the rest from RAM when it is needed; less is slower",
         when="a budget below the model's size; copies, which cost no time if the work before them takes as long",
@@ -95,6 +97,7 @@ class WeightsKnobs:
     )
     packed_weights: bool | None = declared(
         place=27,
+        opened_with="strips",
         label="Weights in the processor's order",
         help="on a processor, also store large weights in the order in which they are read, instead of copying them in "
         "every step; faster for small pictures, needs more memory",

@@ -39,7 +39,7 @@ from .options import Choice
 from .placements import Case, Placed, on_processor, placement_of
 from .plan import Candidate, StagePlan
 from .request import Request
-from .stage_costs import StageCosts, Step
+from .stage_costs import StageCosts, Step, Weights
 from .stage_seconds import Counts, Work, call_seconds, processor_seconds, stage_seconds
 from .stages import CONTROL, Stage
 
@@ -207,7 +207,7 @@ class Pricing:
 
     def weights_bytes(self, settings: Settings) -> int:
         """Bytes of the weights of all components."""
-        return sum(self.costs.weights(name, settings).bytes for name in self.anatomy.components)
+        return sum(self._weights(name, settings).bytes for name in self.anatomy.components)
 
     def about(self, run: Candidate) -> About:
         """Facts on ``run`` that a plan shows in addition to its stages."""
@@ -299,8 +299,8 @@ class Pricing:
             stage=stage,
             acts=acting,
             traced=traced,
-            weights={name: self.costs.weights(name, settings).bytes for name in self.anatomy.components},
-            own=self.costs.weights(stage.component, traced),
+            weights={name: self._weights(name, settings).bytes for name in self.anatomy.components},
+            own=self._weights(stage.component, traced),
             overflows=self._arithmetic(stage.component, settings).overflows,
             figures=figures,
             away=away,
@@ -508,6 +508,11 @@ class Pricing:
             return without(settings, Act.PLACES_WEIGHTS).of_stage(stage.name)
 
         return self._once("acting", stage.component, stage.name, settings, count)
+
+    def _weights(self, component: str, settings: Settings) -> Weights:
+        placed = (Act.CONVERTS_WEIGHTS, Act.PLACES_WEIGHTS)
+        stored = self._once("stored", "", "", settings, lambda: only(settings, *placed))
+        return self._once("weights", component, "", stored, lambda: self.costs.weights(component, stored))
 
     def _arithmetic(self, component: str, settings: Settings) -> Arithmetic:
         types = self._once("types", "", "", settings, lambda: only(settings, Act.CONVERTS_WEIGHTS))
