@@ -18,7 +18,7 @@ from sd_lowvram.hooks import offers
 from sd_lowvram.kernels.attention.problem import PlannedGpu, _capability, assume_gpu, capability, has_bf16
 from sd_lowvram.kernels.triton.support import why_not as triton_why_not
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.planning import cost_model, search
+from sd_lowvram.planning import search, stage_seconds
 from sd_lowvram.planning.plan import Plan, Request
 from sd_lowvram.planning.wording import Kind, of_kind
 from sd_lowvram.settings import Fidelity
@@ -177,7 +177,7 @@ def test_a_decode_on_the_processor_at_hand_takes_what_was_calibrated(
     monkeypatch: pytest.MonkeyPatch, of_processor: float
 ) -> None:
     slow = Rates(THIS, "a processor", of_processor, of_processor, 1e12, 1e10, 0.0, 0, "a test's")
-    monkeypatch.setattr(cost_model, "rates_of", lambda device: slow)
+    monkeypatch.setattr(stage_seconds, "rates_of", lambda device: slow)
     vae = build_components(architecture("sd15"), torch.float16, "meta", only=("vae",))
     request = Request(512, 512, 1, 8 * GIB, 8 * GIB, torch.device("cuda"), HERE)
     found = search.make_plan(anatomy_of_components("diffusers", vae), request, Settings(decoder_device="cpu"))
