@@ -42,7 +42,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a stage does in a run.
+    """Counts of what a stage does in a run.
 
     Attributes:
         calls: of the stage.
