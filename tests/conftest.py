@@ -91,7 +91,7 @@ def measured_rates() -> Iterator[None]:
     import torch
 
     from sd_lowvram.devices import this_machine
-    from sd_lowvram.planning import cost_model, request
+    from sd_lowvram.planning import request, stage_seconds
 
     measured = functools.cache(lambda device, threads: this_machine.rates_of(device))
 
@@ -99,7 +99,7 @@ def measured_rates() -> Iterator[None]:
         return measured(device, torch.get_num_threads()) if device.type == "cpu" else this_machine.rates_of(device)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (cost_model, request):
+        for module in (request, stage_seconds):
             patch.setattr(module, "rates_of", rates_of)
         yield
 
