@@ -104,6 +104,16 @@ def measured_rates() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Any]:
+    """Programs in forks of a process that has imported what a picture needs."""
+    from command_line import ENVIRONMENT, HEAVILY
+    from forked import forks_of
+
+    with forks_of(HEAVILY, ENVIRONMENT) as run:
+        yield run
+
+
 @pytest.fixture(autouse=True, scope="module")
 def leaves_nothing_as_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """Warn, with its name, of a file whose tests or fixtures leave threads, hooks or patches of libraries."""

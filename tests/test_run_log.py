@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,14 +31,13 @@ SET_UP = {
 }
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(6)
 @pytest.mark.parametrize("logging", SET_UP)
-def test_a_leaner_plan_is_told_once_on_the_console(logging: str, tmp_path: Path) -> None:
+def test_a_leaner_plan_is_told_once_on_the_console(logging: str, forked: Any, tmp_path: Path) -> None:
     before, line = SET_UP[logging]
     support = Path(__file__).parent / "support"
-    script = f"import sys; sys.path.insert(0, {str(support)!r})\n{before}\n{RUN}"
-    command = [sys.executable, "-W", "error::UserWarning", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    script = f"import sys, warnings; sys.path.insert(0, {str(support)!r})\n{before}\n"
+    done = forked(f"{script}warnings.simplefilter('error', UserWarning)\n{RUN}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(TELLS) == 1
     assert any(each.startswith(line) for each in done.stderr.splitlines()), done.stderr

@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-WARM = """
-from typer.testing import CliRunner
-from sd_lowvram.cli import app
-assert CliRunner().invoke(app, ["generate", "an apple", "--steps", "0"]).exit_code == 2
-import diffusers.pipelines.stable_diffusion, transformers.models.clip.modeling_clip
-import sd_lowvram.batches.run
-"""
+from command_line import HEAVILY
+
+WARM = f"{HEAVILY}import sd_lowvram.batches.run\n"
 
 
 def jobs(folder: Path, count: int) -> Path:

@@ -14,8 +14,7 @@ from pathlib import Path
 import families
 import infotext
 import pytest
-from command_line import ENVIRONMENT, LIGHT, LIGHTLY, MAIN, call, command
-from forked import forks_of
+from command_line import ENVIRONMENT, LIGHT, MAIN, call, command
 from PIL import Image
 
 from sd_lowvram import doors
@@ -37,19 +36,6 @@ def here(tmp_path, monkeypatch):
     torch.set_num_threads(1)
     yield lambda *arguments: CliRunner().invoke(app, list(map(str, arguments)))
     torch.set_num_threads(threads)
-
-
-HEAVILY = f"""{LIGHTLY}
-import diffusers.pipelines.stable_diffusion, transformers.models.clip.modeling_clip
-import sd_lowvram.commands.paint
-"""
-
-
-@pytest.fixture(scope="module")
-def heavy():
-    """In processes of their own that begin where what a picture needs is imported too."""
-    with forks_of(HEAVILY, ENVIRONMENT) as run:
-        yield run
 
 
 @pytest.fixture(scope="session")
@@ -193,10 +179,10 @@ def test_a_picture_is_saved_though_its_name_cannot_be_told(model, tmp_path, end)
     parameters(tmp_path / "a.png")
 
 
-def test_a_name_of_any_bytes_as_long_as_the_file_system_takes(heavy, model, tmp_path):
+def test_a_name_of_any_bytes_as_long_as_the_file_system_takes(forked, model, tmp_path):
     name = "\udcff" + "n" * 250 + ".png"
     options = ["--model", model, "--steps", 1, "-o", name, "-q"]
-    done = heavy(MAIN, "generate", "apple", *options, folder=tmp_path)
+    done = forked(MAIN, "generate", "apple", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == name + "\n" and parameters(tmp_path / name)[2]["Steps"] == "1"
 
@@ -253,10 +239,10 @@ def test_debug_shows_where(tmp_path):
     assert done.returncode == 2 and "Traceback" in done.stderr
 
 
-def test_a_full_disk_is_seen_before_the_first_step(heavy, model, tmp_path):
+def test_a_full_disk_is_seen_before_the_first_step(forked, model, tmp_path):
     """A limit on the size of files stands in for the disk."""
     options = ["--model", model, "-o", "a.png", "--steps", 2]
-    done = heavy(MAIN, "generate", "an apple", *options, folder=tmp_path, largest_file=40_000)
+    done = forked(MAIN, "generate", "an apple", *options, folder=tmp_path, largest_file=40_000)
     assert done.returncode == 2 and "cannot hold" in done.stderr, done.stderr
     assert "2/2" not in done.stderr and list(tmp_path.iterdir()) == []
 
@@ -311,9 +297,9 @@ main()
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("then", ["raise", "return"])
-def test_an_interrupt_that_a_library_swallows_is_heeded(heavy, model, tmp_path, then):
+def test_an_interrupt_that_a_library_swallows_is_heeded(forked, model, tmp_path, then):
     program = SWALLOWED.replace("THEN", repr(then))
-    done = heavy(program, "generate", "apple", "--model", model, "-o", "a.png", folder=tmp_path)
+    done = forked(program, "generate", "apple", "--model", model, "-o", "a.png", folder=tmp_path)
     assert done.returncode == 130 and done.stderr.endswith("sd-lowvram: interrupted\n"), done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
-from command_line import ENVIRONMENT, MAIN
-from forked import forks_of
+from command_line import MAIN
 from PIL import Image
-
-WARM = """
-from typer.testing import CliRunner
-from sd_lowvram.cli import app
-assert CliRunner().invoke(app, ["generate", "an apple", "--steps", "0"]).exit_code == 2
-import diffusers.pipelines.stable_diffusion, transformers.models.clip.modeling_clip
-import sd_lowvram.commands.paint
-"""
 
 SHORT = """
 import re, resource, sys
@@ -36,12 +28,11 @@ GENERATE = ("generate", "a red apple", "--steps", 2, "--width", 768, "--height",
 
 
 @pytest.mark.slow(40)
-def test_what_is_left_is_enough_for_strips(tmp_path: Path) -> None:
+def test_what_is_left_is_enough_for_strips(forked: Any, tmp_path: Path) -> None:
     """The plain decoder holds maps of 288 MiB, several at a time; 400 MiB are left when it begins."""
-    with forks_of(WARM, ENVIRONMENT) as run:
-        plain = run(MAIN, *GENERATE, "-o", "plain.png", folder=tmp_path)
-        assert plain.returncode == 0 and "ran out of memory" not in plain.stderr, plain.stderr
-        short = run(SHORT, 400, *GENERATE, "-o", "short.png", folder=tmp_path)
+    plain = forked(MAIN, *GENERATE, "-o", "plain.png", folder=tmp_path)
+    assert plain.returncode == 0 and "ran out of memory" not in plain.stderr, plain.stderr
+    short = forked(SHORT, 400, *GENERATE, "-o", "short.png", folder=tmp_path)
     assert short.returncode == 0, short.stderr
     assert short.stderr.count("vae ran out of memory on cpu") >= 1
     with Image.open(tmp_path / "plain.png") as expected, Image.open(tmp_path / "short.png") as found:

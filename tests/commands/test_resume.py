@@ -8,20 +8,11 @@ from pathlib import Path
 
 import numpy
 import pytest
-from command_line import ENVIRONMENT, MAIN
-from forked import forks_of
+from command_line import MAIN
 from PIL import Image
 
 from sd_lowvram.checkpoints.inspection import model_path
 from sd_lowvram.saved_latents.file import Saved, read_saved, write_saved
-
-WARM = """
-from typer.testing import CliRunner
-from sd_lowvram.cli import app
-assert CliRunner().invoke(app, ["generate", "an apple", "--steps", "0"]).exit_code == 2
-import diffusers.pipelines.stable_diffusion, transformers.models.clip.modeling_clip
-import sd_lowvram.commands.paint, sd_lowvram.commands.resume, sd_lowvram.commands.latents
-"""
 
 ENDED = """
 import os, sys
@@ -56,12 +47,6 @@ SOME = [("euler-a", "SIGKILL"), ("dpm++-2m-sde", "SIGTERM"), ("plms", "exception
 """All schedulers go through this in test_saved_latents.py, within one process."""
 
 GENERATE = ("generate", "a red apple, on a table", "--width", 64, "--height", 64, "--seed", 5, "--vram", "2GB")
-
-
-@pytest.fixture(scope="module")
-def forked():
-    with forks_of(WARM, ENVIRONMENT) as run:
-        yield run
 
 
 def unbroken(run, folder: Path, *options: object) -> bytes:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import command_line
 import gguf
 import numpy
 import pytest
 import split_models
 import torch
+from command_line import MAIN
 from diffusers.quantizers.gguf import utils
 from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter, dequantize_gguf_tensor
 from PIL import Image
@@ -94,12 +94,14 @@ def aligned_picture(pipe: Any) -> Any:
     )
 
 
-@pytest.mark.slow(25)
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("family", ["flux1", "qwen_image"])
-def test_a_process_of_its_own_makes_the_folders_picture(family: str, made: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_process_of_its_own_makes_the_folders_picture(
+    family: str, made: Callable[..., Any], forked: Any, tmp_path: Path
+) -> None:
     place, options = made(family)
     assert call("generate", "a cat", "--model", place / "folder", "-o", tmp_path / "a.png", *SIZE).exit_code == 0
-    split = command_line.call("generate", "a cat", *options, "-o", "b.png", *SIZE, "--json", folder=tmp_path)
+    split = forked(MAIN, "generate", "a cat", *options, "-o", "b.png", *SIZE, "--json", folder=tmp_path)
     assert split.returncode == 0, split.stderr
     assert near(tmp_path / "a.png", tmp_path / "b.png")
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import torch  # noqa: E402
-from command_line import ENVIRONMENT, MAIN  # noqa: E402
+from command_line import ENVIRONMENT, HEAVILY, MAIN  # noqa: E402
 from forked import forks_of  # noqa: E402
 from PIL import Image  # noqa: E402
 
@@ -43,14 +43,6 @@ _SETTINGS = ("--offload", "layer", "--vae-tiles", "exact", "--vae-strip-mib", 1)
 _FROM_ITS_FILE = ("--ram", "40MB")
 """Less than its weights: most are read where they lie."""
 _GENERATE = ("generate", "a red apple", *_OPTIONS, *_SETTINGS, "--model", "model")
-
-WARM = """
-from typer.testing import CliRunner
-from sd_lowvram.cli import app
-assert CliRunner().invoke(app, ["generate", "an apple", "--steps", "0"]).exit_code == 2
-import diffusers.pipelines.stable_diffusion, transformers.models.clip.modeling_clip
-import sd_lowvram.commands.paint, sd_lowvram.commands.resume, sd_lowvram.commands.latents
-"""
 
 FAULTY = """
 import os, resource, signal, sys
@@ -127,7 +119,7 @@ def rows(
         where: None: everywhere.
         known: places and faults that are left out.
     """
-    with tempfile.TemporaryDirectory() as folder, forks_of(WARM, ENVIRONMENT) as run:
+    with tempfile.TemporaryDirectory() as folder, forks_of(HEAVILY, ENVIRONMENT) as run:
         model = Path(folder, "model")
         pipe: Any = load_pipeline(None, dtype=torch.float32)
         pipe.save_pretrained(model)
