@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
+import families
 import pytest
-import tiny
 import torch
 from test_unet_hooks import ALONE, inputs
 from unet_bounds import BOUNDS, SMALLEST
@@ -59,7 +59,7 @@ def test_without_it_the_smallest_is_larger(knob: str) -> None:
 
 
 def test_an_inner_piece_stands_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build_components(tiny.config("sd15"), only=("unet",))["unet"]
+    model = families.parts("sd15")["unet"]
     given = inputs(model, (72, 64), 2)
     settings = Settings(residual_strips=5, transformer_chunks=4, feed_forward_chunks=4, guidance_in_turn=True)
     traces = []

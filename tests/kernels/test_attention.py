@@ -7,6 +7,7 @@ import re
 import sys
 import types
 
+import families
 import pytest
 import tiny
 import torch
@@ -422,7 +423,7 @@ def test_where_xformers_is_missing_torchs_kernels_take_its_place_and_that_is_tol
 
 @pytest.mark.skipif(available_backends(CPU)["xformers"] is None, reason="xformers runs here")
 def test_a_picture_is_made_where_xformers_is_asked_for_and_missing():
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     plain = tiny.run(pipe)
     with pytest.warns(UserWarning, match="'sdpa'"):
         sd_lowvram.optimize(pipe, vram="4GB", width=64, height=64, settings=Settings(attention="xformers"))

@@ -60,7 +60,7 @@ def test_plenty_leaves_the_model_resident(anatomy: Any) -> None:
 
 def test_more_memory_is_never_slower(anatomy: Any, least: int) -> None:
     most = make_plan(anatomy, request(GIB), Settings()).predicted.peak_bytes
-    budgets = [least + (most - least) * step // 6 for step in range(7)]
+    budgets = [least + (most - least) * step // 4 for step in range(5)]
     plans = [make_plan(anatomy, request(budget), Settings()) for budget in budgets]
     times = [plan.predicted.seconds for plan in plans]
     assert times == sorted(times, reverse=True)
@@ -77,8 +77,8 @@ def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypat
     monkeypatch.setattr(Pricing, "confirmed", lambda self, run, *most: run)
     most = make_plan(anatomy, request(GIB, 128), Settings()).predicted.peak_bytes
     fewer = 0
-    for step in range(7):
-        asked = request(least + (most - least) * step // 6, 128)
+    for step in range(4):
+        asked = request(least + (most - least) * step // 3, 128)
         search, whole = (PlanSearch(anatomy, asked, Settings(), False) for _ in range(2))
         found = search.fastest()
         fastest = []
@@ -90,7 +90,7 @@ def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypat
         best = min((run.seconds for run in fastest), default=None)
         assert (found.seconds if found else None) == (best and pytest.approx(best))
         fewer += len(search.pricing.costs._known) < len(whole.pricing.costs._known)
-    assert fewer > 3
+    assert fewer > 1
 
 
 def test_a_run_that_its_whole_trace_finds_slower_is_not_taken(anatomy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_a_narrower_type_only_when_asked(anatomy: Any) -> None:
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 def test_a_plan_between_least_and_plenty_runs_within_it(family: str) -> None:
     """The least and plenty, of every kind of pipeline: test_families.py."""
-    pipe = tiny.pipeline(family)
+    pipe = families.plain(family, "StableDiffusionPipeline" if family == "sd15" else families.XL + "Pipeline")
     expected = tiny.run(pipe)
     plenty = sd_lowvram.plan(pipe, vram="1GB")
     least, most = plenty.minimum_vram_bytes, plenty.predicted.peak_bytes

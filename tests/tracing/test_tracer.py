@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from measure import CASES, CONVOLUTIONS, THREADS, copies, measure
+from measure import CASES, CONVOLUTIONS, THREADS, measure
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -32,9 +32,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def measured():
-    """Without the cases in which this processor's kernels hold what no trace predicts: some of them take very long."""
-    convolutions = measure(*CONVOLUTIONS)
-    return convolutions | measure(*(name for name in CASES if _convolves_as_known(name, convolutions)))
+    return measure(*CONVOLUTIONS, *CASES)
 
 
 @pytest.fixture
@@ -43,16 +41,6 @@ def threads():
     torch.set_num_threads(THREADS)
     yield
     torch.set_num_threads(before)
-
-
-def _convolves_as_known(name: str, measured: dict[str, int]) -> bool:
-    """True also where nothing convolves."""
-    if not name.startswith(("vae", "unet", "sd15 unet")):
-        return True
-    kind = next((one for one in CONVOLUTIONS if one.partition(", ")[2] == name.partition(", ")[2]), "convolution")
-    result = CONVOLUTIONS[kind]().args[0]
-    held = measured[kind] - result.numel() * result.element_size()
-    return abs(held - copies(kind)) <= 0.02 * measured[kind]
 
 
 @pytest.mark.slow(1)
