@@ -57,6 +57,8 @@ class Namespaces:
         self._far: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {}
         self._tables: dict[str, Any] = {}
         self._contexts: dict[str, ContextVar[Any]] = {}
+        self._differing: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        """What was not as when it was first seen, as it was the last time, and its differences."""
 
     def extend(self) -> None:
         """Take in what has been imported since."""
@@ -93,20 +95,25 @@ class Namespaces:
         """
         found = {}
         for name, (space, before) in (self._near | self._far if far else self._near).items():
-            try:
-                same = space == before
-            except Exception:  # values that do not compare, as tensors
-                same = False
-            if not same:
-                for key in {*space, *before}:
-                    now, then = space.get(key, _ABSENT), before.get(key, _ABSENT)
-                    if name.startswith(_OURS):
-                        loaded = then is _ABSENT and (isinstance(now, ModuleType) or not callable(now))
-                        loaded = loaded or key.startswith(_BY_DYNAMO)
-                    else:
-                        loaded = then is _ABSENT or not callable(then)
-                    if now is not then and not loaded and f"{name}.{key}" not in _ONCE:
-                        found[f"{name}.{key}"] = now
+            if not _same(space, before):
+                known, own = self._differing.get(name, (None, {}))
+                if known is None or not _same(space, known):
+                    own = self._changed(name, space, before)
+                    self._differing[name] = dict(space), own
+                found.update(own)
+        return found
+
+    def _changed(self, name: str, space: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        for key in {*space, *before}:
+            now, then = space.get(key, _ABSENT), before.get(key, _ABSENT)
+            if name.startswith(_OURS):
+                loaded = then is _ABSENT and (isinstance(now, ModuleType) or not callable(now))
+                loaded = loaded or key.startswith(_BY_DYNAMO)
+            else:
+                loaded = then is _ABSENT or not callable(then)
+            if now is not then and not loaded and f"{name}.{key}" not in _ONCE:
+                found[f"{name}.{key}"] = now
         return found
 
     def state(self) -> dict[str, Any]:
@@ -251,6 +258,13 @@ def seed() -> None:
     torch.default_generator.manual_seed(torch.Generator().initial_seed())
     numpy.random.seed(0)
     random.seed(0)
+
+
+def _same(space: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    try:
+        return space == other
+    except Exception:  # values that do not compare, as tensors
+        return False
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any], kind: str = "") -> list[str]:
