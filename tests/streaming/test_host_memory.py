@@ -1,4 +1,4 @@
-"""What a streamed run of a full-size UNet holds in host memory, as the system counts it."""
+"""What a streamed run of a UNet of full width holds in host memory, as the system counts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_streamed_run_of_a_mapped_file(tmp_path: Path) -> None:
         host_memory.write(file)
         found = host_memory.measured(file)
     finally:
-        file.unlink(missing_ok=True)  # 1.6 GiB that pytest would keep
+        file.unlink(missing_ok=True)  # 1 GiB that pytest would keep
     assert found["same"] == [True, True, True] and found["finite"]
     runs, weights = found["runs"], found["weights"]
     assert found["minimum_ram"] < 100_000_000

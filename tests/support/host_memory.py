@@ -1,4 +1,4 @@
-"""Host memory of a streamed UNet of SD1.5's full size, in a process of its own: ``python host_memory.py FILE``.
+"""Host memory of a streamed UNet of SD1.5's full width, in a process of its own: ``python host_memory.py FILE``.
 
 Prints one JSON object: for each budget of host memory, the most anonymous bytes above the level after the imports, as
 the system counts them, what of these the plan has on the device, and whether the run gave the bits of the plain one.
@@ -23,15 +23,19 @@ SIDE = 64
 LATENTS = SIDE // 8
 
 
+def unweighted_unet() -> Any:
+    """SD1.5's UNet in its full width, of one block a level, without weights."""
+    from sd_lowvram.checkpoints.architectures import architecture, build_components
+
+    config = architecture("sd15")["unet"] | {"layers_per_block": 1}
+    return build_components({"unet": config}, dtype=torch.float16, device="meta", only=("unet",))["unet"]
+
+
 def write(path: Path) -> None:
     """The UNet's weights as a safetensors file: the same random numbers over and over, which takes a second."""
-    from sd_lowvram.checkpoints.architectures import build_components
-
     header: dict[str, Any] = {}
     end = 0
-    for name, weight in (
-        build_components("sd15", dtype=torch.float16, device="meta", only=("unet",))["unet"].state_dict().items()
-    ):
+    for name, weight in unweighted_unet().state_dict().items():
         header[name] = {"dtype": "F16", "shape": list(weight.shape), "data_offsets": [end, end + 2 * weight.numel()]}
         end += 2 * weight.numel()
     text = json.dumps(header).encode()
@@ -71,9 +75,7 @@ def watching() -> Iterator[list[int]]:
 def mapped_unet(path: Path) -> Any:
     from safetensors.torch import load_file
 
-    from sd_lowvram.checkpoints.architectures import build_components
-
-    unet = build_components("sd15", dtype=torch.float16, device="meta", only=("unet",))["unet"]
+    unet = unweighted_unet()
     unet.load_state_dict(load_file(path), assign=True)
     return unet.requires_grad_(False)
 
