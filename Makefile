@@ -18,6 +18,8 @@ PIP := >&2 $(BIN)/python -m pip --disable-pip-version-check
 TYPED := PROMPT OUT MODEL VRAM SIZE SEED STEPS
 $(foreach name,$(TYPED),$(eval override $(name) := $$(value $(name))))
 export $(TYPED)
+# Where it is set, each process of the tests compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 OPTIONS = $(if $(VRAM),--vram "$$VRAM") $(if $(MODEL),$(if $(SIZE),--width "$$SIZE" --height "$$SIZE")) \
 	$(if $(SEED),--seed "$$SEED") $(if $(STEPS),--steps "$$STEPS") \
