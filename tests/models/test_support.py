@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import diffusers
+import families
 import pytest
-import tiny
 import todays
 import torch
 from diffusers.models.unets.unet_stable_cascade import StableCascadeUNet
@@ -250,7 +250,7 @@ def test_a_part_that_nobody_knows_is_refused_by_its_name() -> None:
 def test_text_encoders_of_another_kind_are_planned_by_their_call_or_refused() -> None:
     from transformers import Qwen2Config, Qwen2Model, T5Config, T5EncoderModel
 
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     pipe.register_modules(text_encoder=T5EncoderModel(T5Config(**sizes)))
     told = r"reads prompts in another way \(text_encoder: T5.*optimize\(pipe.text_encoder, "
@@ -336,7 +336,7 @@ def test_all_that_is_served_is_in_these_tests() -> None:
 
 
 def test_frames_are_no_latents_of_a_picture() -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     with pytest.raises(BadInputError, match=r"\(N, 4.*width\)"):
         sd_lowvram.decode(pipe.vae, torch.zeros(1, 4, 3, 8, 8))
     with pytest.raises(BadInputError, match=r"\(N, 3.*width\)"):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -417,7 +418,7 @@ def test_nested_runs() -> None:
 
 
 def test_one_model_at_a_time_has_the_device() -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     with attached(pipe, WAYS["layer"], device="cpu") as attachment:
         found = [getattr(getattr(step, "apply", None), "__self__", None) for step in attachment._steps]
         streams = [one for one in found if isinstance(one, Stream)]
@@ -440,7 +441,7 @@ def test_entered_again_and_again() -> None:
 @pytest.mark.parametrize("way", ["layer", "halves", "blocks"])
 def test_whole_pipelines(way: str) -> None:
     """Text encoders, UNet and autoencoder take turns on the device."""
-    pipe = tiny.pipeline("sdxl" if way == "halves" else "sd15")
+    pipe = tiny.pipeline("sdxl") if way == "halves" else families.plain("sd15")
     expected = tiny.run(pipe)
     with attached(pipe, WAYS[way], device="cpu"):
         assert torch.equal(tiny.run(pipe), expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import families
 import pytest
 import rehearsed
 import tiny
@@ -79,12 +80,12 @@ def test_an_error_in_the_call_leaves_the_pipeline_as_it_was(monkeypatch: pytest.
 
 def test_callbacks_are_not_called() -> None:
     call = {"prompt": "a", "width": 64, "height": 64, "num_inference_steps": 2, "output_type": "latent"}
-    record = rehearse(tiny.pipeline("sd15"), **call, callback_on_step_end=pytest.fail)
+    record = rehearse(families.plain("sd15"), **call, callback_on_step_end=pytest.fail)
     assert record.counts["unet"] == 2
 
 
 def test_two_threads_rehearse_one_pipeline() -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     call = {"prompt": "a red apple", "width": 64, "height": 64, "num_inference_steps": 2, "output_type": "pt"}
     expected, before, found = rehearsed.rehearsal(rehearse(pipe, **call)), state(pipe), []
     threads = [threading.Thread(target=lambda: found.append(rehearse(pipe, **call))) for _ in range(2)]
