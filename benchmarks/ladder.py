@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sd_lowvram import progress
 from sd_lowvram.devices.info import default_device
 from sd_lowvram.devices.pairs import compare
-from sd_lowvram.hooks.packed_weights import packable
+from sd_lowvram.hooks.numbers.packed_weights import packable
 from sd_lowvram.kernels import compiler
 from sd_lowvram.kernels.triton import support as triton
 from sd_lowvram.session import anatomy_of, attached

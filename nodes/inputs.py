@@ -99,7 +99,7 @@ def _group(knob: Knob) -> str:
     return "Step" if knob.stages == ("denoise",) else "Memory"
 
 
-_DIVIDE_TOKENS = ("transformer_chunks", "guidance_in_turn")
+_DIVIDE_TOKENS = ("pieces.transformer_chunks", "pieces.guidance_in_turn")
 _UNDIVIDED = "; does nothing in transformers that ToMe, HyperTile or a similar node changes"
 
 

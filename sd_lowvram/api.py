@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .devices.support import device_of
 from .errors import BadInputError, ConflictError, UnsupportedModelError, ran_out
-from .hooks.precision import force_upcast
+from .hooks.numbers.precision import force_upcast
 from .memory.limit import Bound, is_limitable, setter_followed
 from .memory.threads import pause_models
 from .models.anatomy import Anatomy

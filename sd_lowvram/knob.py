@@ -111,8 +111,8 @@ class Knob:
         fidelity: one for all values, or one for each choice.
         choices: values of a word. A number has a ``maximum`` instead, a switch neither.
         stages: names of the stages that it changes; None: all. Empty: it changes the plan alone.
-        hook: name of the module of :mod:`sd_lowvram.hooks`, and of the function in it; one for all values, or one for
-            some choices. "": the hook of another knob reads it. A registered knob has the function itself.
+        hook: name of the module in :mod:`sd_lowvram.hooks`, whose last part is also the function's; one for all values,
+            or one for some choices. "": the hook of another knob reads it. A registered knob has the function itself.
         depth: the layer at which that hook wraps the model; hooks of one depth follow the order of the declarations.
         acts: behaviours, each with the values of this knob that show it (:data:`ANY`: all values with which it acts).
         excludes: behaviours of other knobs, each with the values of this knob that forbid it.

@@ -19,9 +19,9 @@ from .compat import is_compiling
 from .compat.private import not_compiled
 from .devices.support import device_of
 from .errors import BadInputError
-from .hooks.compiled import knobs_outside_graph
-from .hooks.offload import step_groups
+from .hooks.parking.offload import step_groups
 from .hooks.registry import active_hooks, applicable
+from .hooks.replay.compiled import knobs_outside_graph
 from .memory.limit import Bound
 from .memory.pinned_buffers import PINNED_BUFFERS
 from .memory.segments import begin_stage

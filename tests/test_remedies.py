@@ -20,7 +20,7 @@ from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BadInputError, BudgetError, ConflictError, LowVRAMError, NoSiteError, SettingsError
-from sd_lowvram.hooks import precision
+from sd_lowvram.hooks.numbers import precision
 from sd_lowvram.settings import knobs
 from sd_lowvram.units import MIB, parse_size
 

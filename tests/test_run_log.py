@@ -48,13 +48,13 @@ def test_who_listens_hears_in_place_of_the_log(caplog: pytest.LogCaptureFixture)
     inner: list[str] = []
     with heard(outer.append):
         with heard(inner.append):
-            happened("sd_lowvram.hooks.overflow", "first")
-        happened("sd_lowvram.hooks.overflow", "second")
+            happened("sd_lowvram.hooks.pieces.overflow", "first")
+        happened("sd_lowvram.hooks.pieces.overflow", "second")
     assert (outer, inner, caplog.records) == (["second"], ["first"], [])
-    happened("sd_lowvram.hooks.overflow", "third")
+    happened("sd_lowvram.hooks.pieces.overflow", "third")
     (record,) = caplog.records
     assert (record.name, record.levelname, record.getMessage()) == (
-        "sd_lowvram.hooks.overflow",
+        "sd_lowvram.hooks.pieces.overflow",
         "WARNING",
         "sd-lowvram: third",
     )

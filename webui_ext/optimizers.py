@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sd_lowvram.hooks.attention import Redirect
+from sd_lowvram.hooks.numbers.attention import Redirect
 from sd_lowvram.kernels.attention.choice import choose_backend
 from sd_lowvram.kernels.attention.registry import backends, score_bytes
 from sd_lowvram.settings import Settings

@@ -220,7 +220,7 @@ def denoise(pipe: Any, given: dict[str, Any], side: int, steps: int, latents: li
 def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Yield for each of ``cases`` a step as simulated from block times and a copy rate measured here."""
     from sd_lowvram import Settings, plan
-    from sd_lowvram.hooks.offload import policy_of
+    from sd_lowvram.hooks.parking.offload import policy_of
     from sd_lowvram.streaming.layers import layers_of
     from sd_lowvram.streaming.layout import lay_down
     from sd_lowvram.streaming.schedule import WeightGroup

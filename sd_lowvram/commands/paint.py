@@ -359,7 +359,7 @@ def _step_callback(
 
 def kernels_so_far(pipe: Any, before: dict[str, int]) -> dict[str, int]:
     """Number of runs of each attention kernel, counted by the hook; ``before``: of an earlier part of the run."""
-    from ..hooks.attention import kernel_counts
+    from ..hooks.numbers.attention import kernel_counts
     from ..session import attachments
 
     sites = {site.module: site for attachment in attachments(pipe) for site in attachment.anatomy.attentions}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..compat.private import tree_flatten, tree_map
 from ..models.compvis import TOKEN_PATCHES
-from .offloaded_tensor import OffloadedMap, pictures
+from .parking.offloaded_tensor import OffloadedMap, pictures
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -1,7 +1,8 @@
 """Hooks that the settings request.
 
 A hook is a function ``(anatomy, settings, device)`` that yields patches and changes, and changes nothing itself. It is
-in the file of its name. A knob names its hook and the depth of the hook: nothing is registered here.
+in the file of its name, in one of the packages here. A knob names this file ("pieces.vae_slices") and the depth of the
+hook: nothing is registered here.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def applicable(settings: Settings, anatomy: Anatomy, device: torch.device) -> Se
 
 def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: torch.device) -> bool:
     """True if the target has one of the knob's stages, and a site for its hook."""
-    if knob.hook == "offload":
+    if knob.hook == "parking.offload":
         return value not in STREAMED or support_of(device).streams
     if not knob.stages:
         return True
@@ -78,7 +79,7 @@ def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: 
     if stages.isdisjoint(knob.stages):
         return False
     hook = knob.hook_of(value)
-    if hook == "offload":
+    if hook == "parking.offload":
         return True  # the decoder's place: the hook itself looks at weights, which a plan need not have
     try:
         return not hook or all(True for _ in _hook(hook)(anatomy, settings, device))
@@ -129,4 +130,4 @@ def _home(name: str | Hook) -> Any:
 
 
 def _hook(name: str | Hook) -> Any:
-    return name if callable(name) else getattr(_home(name), name)
+    return name if callable(name) else getattr(_home(name), name.rpartition(".")[2])

@@ -21,7 +21,7 @@ class ActivationsKnobs:
         maximum=1024,
         fidelity=ROUNDING,
         stages=DENOISE,
-        hook="feed_forward",
+        hook="pieces.feed_forward",
         depth=Depth.DIVIDES,
         acts=IN_BLOCKS,
     )
@@ -34,7 +34,7 @@ class ActivationsKnobs:
         maximum=1024,
         fidelity=ROUNDING,
         stages=DENOISE,
-        hook="residual_strips",
+        hook="pieces.residual_strips",
         depth=Depth.DIVIDES,
         acts=STATEFUL,
     )
@@ -47,7 +47,7 @@ class ActivationsKnobs:
         maximum=1024,
         fidelity=ROUNDING,
         stages=DENOISE,
-        hook="transformer_chunks",
+        hook="pieces.transformer_chunks",
         depth=Depth.DIVIDES,
         acts=STATEFUL,
     )
@@ -61,7 +61,7 @@ class ActivationsKnobs:
         when="large pictures; RAM, and copies that mostly run while the GPU works",
         fidelity=BITWISE,
         stages=DENOISE,
-        hook="skip_parking",
+        hook="parking.skip_parking",
         depth=Depth.PARKS,
         acts=STATEFUL | {Act.COPIES_TO_HOST: ANY},
     )
@@ -73,7 +73,7 @@ class ActivationsKnobs:
         when="wherever guidance doubles the batch; halves that are too small for the GPU take longer than both at once",
         fidelity=ROUNDING,
         stages=DENOISE,
-        hook="guidance_in_turn",
+        hook="pieces.guidance_in_turn",
         depth=Depth.GUIDES,
         acts=STATEFUL,
     )

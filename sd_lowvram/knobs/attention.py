@@ -21,7 +21,7 @@ class AttentionKnobs:
         choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced", "triton", "cudnn"),
         fidelity=ROUNDING,
         stages=ATTENDING,
-        hook="attention",
+        hook="numbers.attention",
         depth=Depth.COMPUTES,
         acts=IN_BLOCKS | {Act.OWN_WORKSPACE: ("cudnn",)},
     )
@@ -42,7 +42,7 @@ class AttentionKnobs:
         when="if pictures are compared bit by bit; a slower kernel if the fastest does not repeat its bits",
         fidelity=ROUNDING,
         stages=ATTENDING,
-        hook="attention",
+        hook="numbers.attention",
         depth=Depth.COMPUTES,
         acts=IN_BLOCKS | {Act.COPIES_TO_HOST: ANY},  # it asks the device which kernel proved itself
     )
@@ -56,7 +56,7 @@ class AttentionKnobs:
         unit="%",
         fidelity=APPROXIMATE,
         stages=DENOISE,
-        hook="merge_tokens",
+        hook="approximate.merge_tokens",
         depth=Depth.COMPUTES,
         acts=STATEFUL,
     )

@@ -19,7 +19,7 @@ class AutoencoderKnobs:
         when="batches; one after the other takes somewhat longer",
         fidelity=ROUNDING,
         stages=AUTOENCODER,
-        hook="vae_slices",
+        hook="pieces.vae_slices",
         depth=Depth.SLICES,
     )
     vae_tiles: str | None = declared(
@@ -33,7 +33,7 @@ class AutoencoderKnobs:
         choices=("off", "exact", "fast"),
         fidelity={"off": BITWISE, "exact": ROUNDING, "fast": APPROXIMATE},
         stages=AUTOENCODER,
-        hook={"off": "vae_whole", "exact": "vae_exact", "fast": "vae_fast"},
+        hook={"off": "pieces.vae_whole", "exact": "pieces.vae_exact", "fast": "approximate.vae_fast"},
         depth=Depth.TILES,
         acts={Act.MAKES_STRIPS: ("exact",)},
     )
@@ -70,7 +70,7 @@ class AutoencoderKnobs:
         choices=("gpu", "cpu", "auto"),
         fidelity=ROUNDING,
         stages=AUTOENCODER,
-        hook={"cpu": "offload"},
+        hook={"cpu": "parking.offload"},
         undecided=("auto",),
         depth=Depth.PLACES,
         acts={Act.ON_PROCESSOR: ("cpu",)},
@@ -82,7 +82,7 @@ class AutoencoderKnobs:
         when="decodes on a processor in fp32; memory for the transformed strips",
         fidelity=ROUNDING,
         stages=AUTOENCODER,
-        hook="winograd",
+        hook="numbers.winograd",
         depth=Depth.COMPUTES,
         acts={Act.ACTS_IN_DECODER: ANY},
     )
@@ -93,7 +93,7 @@ class AutoencoderKnobs:
         when="NVIDIA GPUs on which `doctor --calibrate` measured a gain for decodes alone; compiling once",
         fidelity=ROUNDING,
         stages=AUTOENCODER,
-        hook="fused_kernels",
+        hook="numbers.fused_kernels",
         depth=Depth.COMPUTES,
         acts={Act.ACTS_IN_DECODER: ANY, Act.FUSES: ANY},
     )

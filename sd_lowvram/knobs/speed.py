@@ -29,7 +29,7 @@ class SpeedKnobs:
         when="always, unless you need gradients; costs nothing",
         fidelity=BITWISE,
         surfaces=NOT_COMFYUI,
-        hook="inference_mode",
+        hook="numbers.inference_mode",
     )
     fused_kernels: bool | None = declared(
         place=21,
@@ -38,7 +38,7 @@ class SpeedKnobs:
         when="NVIDIA GPUs on which `doctor --calibrate` measured a gain; compiling once",
         fidelity=ROUNDING,
         stages=("denoise", *AUTOENCODER),
-        hook="fused_kernels",
+        hook="numbers.fused_kernels",
         depth=Depth.COMPUTES,
         acts=IN_BLOCKS | {Act.FUSES: ANY},
     )
@@ -52,7 +52,7 @@ class SpeedKnobs:
         maximum=100,
         fidelity=APPROXIMATE,
         stages=DENOISE,
-        hook="deep_cache",
+        hook="approximate.deep_cache",
         depth=Depth.SKIPS,
         acts={Act.SKIPS_LAYERS: ANY, Act.KEEPS_STATE: ANY},
         excludes={Act.STREAMS_WEIGHTS: ANY},
@@ -79,7 +79,7 @@ class SpeedKnobs:
         fidelity=dict.fromkeys(("regional", "whole"), ROUNDING) | {"off": BITWISE},
         surfaces=NOT_COMFYUI,
         stages=("denoise", *AUTOENCODER),
-        hook=dict.fromkeys(("regional", "whole"), "compiled"),
+        hook=dict.fromkeys(("regional", "whole"), "replay.compiled"),
         depth=Depth.COMPILES,
         acts={Act.REPLAYS: ("regional", "whole")},
         excludes=dict.fromkeys(UNFOLLOWED, ("regional", "whole"))
@@ -95,7 +95,7 @@ class SpeedKnobs:
         fidelity=ROUNDING,
         surfaces=("cli",),  # the hosts' own code acts between its layers, which a traced pass would not call
         stages=DENOISE,
-        hook="traced",
+        hook="replay.traced",
         depth=Depth.REPLAYS,
         acts={Act.REPLAYS: ANY},
         excludes=dict.fromkeys(
@@ -112,7 +112,7 @@ class SpeedKnobs:
         fidelity=BITWISE,
         surfaces=("cli",),  # the hosts' own code acts between its layers, which a recorded pass would not call
         stages=DENOISE,
-        hook="cuda_graphs",
+        hook="replay.cuda_graphs",
         depth=Depth.REPLAYS,
         acts={Act.REPLAYS: ANY, Act.RECORDS: ANY},
         excludes=dict.fromkeys((Act.COPIES_TO_HOST, Act.SKIPS_LAYERS, Act.WIDENS_WEIGHTS, Act.PARKS_WEIGHTS), ANY),

@@ -25,7 +25,7 @@ class WeightsKnobs:
         choices=_PRECISIONS,
         fidelity=dict.fromkeys(_PRECISIONS, APPROXIMATE) | {"fp32": ROUNDING},
         surfaces=NOT_COMFYUI,
-        hook="precision",
+        hook="numbers.precision",
         depth=Depth.CONVERTS,
         acts={
             Act.WIDENS_WEIGHTS: ("fp16-storage", "fp16-products"),
@@ -41,7 +41,7 @@ class WeightsKnobs:
         fidelity=ROUNDING,
         surfaces=NOT_COMFYUI,
         stages=ATTENDING,
-        hook="channels_last",
+        hook="numbers.channels_last",
         depth=Depth.CONVERTS,
         acts={Act.CONVERTS_WEIGHTS: ANY, Act.REORDERS_KERNELS: ANY},
     )
@@ -55,7 +55,7 @@ class WeightsKnobs:
         choices=("none", "component", "layer", "halves", "blocks"),
         fidelity=BITWISE,
         surfaces=NOT_COMFYUI,
-        hook="offload",
+        hook="parking.offload",
         depth=Depth.PLACES,
         acts={Act.PARKS_WEIGHTS: ("component", *STREAMED), Act.STREAMS_WEIGHTS: STREAMED, Act.KEEPS_STATE: STREAMED}
         | {Act.PLACES_WEIGHTS: ANY, Act.MOVES_MODELS: ("component",), Act.STREAMS_LAYERS: ("layer",)},
@@ -91,7 +91,7 @@ class WeightsKnobs:
         fidelity=APPROXIMATE,
         surfaces=NOT_COMFYUI,
         stages=("denoise", "text"),
-        hook="weight_storage",
+        hook="numbers.weight_storage",
         depth=Depth.CONVERTS,
         acts=STATEFUL | dict.fromkeys((Act.WIDENS_WEIGHTS, Act.CONVERTS_WEIGHTS, Act.COMPRESSES_WEIGHTS), ANY),
     )
@@ -105,7 +105,7 @@ class WeightsKnobs:
         fidelity=ROUNDING,
         surfaces=NOT_COMFYUI,
         stages=DENOISE,
-        hook="packed_weights",
+        hook="numbers.packed_weights",
         depth=Depth.CONVERTS,
         acts={Act.COPIES_WEIGHTS: ANY},
         excludes=dict.fromkeys((Act.STREAMS_WEIGHTS, Act.WIDENS_WEIGHTS), ANY),

@@ -15,8 +15,8 @@ from ..devices.compiling import Compiling
 from ..devices.info import dtype_on
 from ..devices.pairs import compare
 from ..devices.this_machine import RECORDED
-from ..hooks.compiled import kinds_of
-from ..hooks.cuda_graphs import unrecordable
+from ..hooks.replay.compiled import kinds_of
+from ..hooks.replay.cuda_graphs import unrecordable
 from ..kernels import compiler
 from ..progress import heard
 from ..session import anatomy_of, attached

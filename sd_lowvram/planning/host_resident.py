@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..devices.disk import ASSUMED, disk_rate
 from ..devices.performance import THIS
-from ..hooks.channels_last import reordered_weights
+from ..hooks.numbers.channels_last import reordered_weights
 from ..knob import Act
 from ..memory.pinned import PINNED_SHARE, most_pinned_bytes
 from ..memory.threads import pause_models

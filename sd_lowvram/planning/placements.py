@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..hooks.offload import policy_of, step_groups
+from ..hooks.parking.offload import policy_of, step_groups
 from ..knob import Act
 from ..models.anatomy import Anatomy
 from ..settings import Settings

@@ -8,8 +8,8 @@ import torch
 
 from ..devices.performance import MEASURED_GAINS, THIS
 from ..errors import BudgetError
-from ..hooks.compiled import is_compiled
-from ..hooks.fused_kernels import kernels_in
+from ..hooks.numbers.fused_kernels import kernels_in
+from ..hooks.replay.compiled import is_compiled
 from ..knob import Act
 from ..memory.limit import limits_reserved
 from ..models.calls import TEXT_STAGE

@@ -16,8 +16,8 @@ from ..cache import place_of, remember, remembered
 from ..compat.private import tree_flatten
 from ..devices.overhead import NONE, Overhead
 from ..errors import LowVRAMError, PlanningError, ran_out
-from ..hooks.offload import policy_of, single_layers, step_groups, without_spare_buffer
-from ..hooks.weight_storage import quantised_layers
+from ..hooks.numbers.weight_storage import quantised_layers
+from ..hooks.parking.offload import policy_of, single_layers, step_groups, without_spare_buffer
 from ..kernels.attention.problem import PlannedGpu, assume_gpu
 from ..kernels.cpu_convolutions import facts as cpu_facts
 from ..knob import Act

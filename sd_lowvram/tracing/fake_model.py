@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.private import FakeTensorMode
-from ..hooks.channels_last import has_sites
+from ..hooks.numbers.channels_last import has_sites
 from ..memory.accounts import unmark_host
 from ..memory.threads import pause_models
 from ..models import anatomy_of_components

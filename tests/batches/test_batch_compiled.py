@@ -17,7 +17,7 @@ from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.cli import app
 from sd_lowvram.commands.inputs import Job
 from sd_lowvram.devices.compiling import Compiling
-from sd_lowvram.hooks import compiled
+from sd_lowvram.hooks.replay import compiled
 from sd_lowvram.kernels import compiler
 from sd_lowvram.planning import cost_model
 

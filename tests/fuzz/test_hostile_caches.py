@@ -23,7 +23,7 @@ from sd_lowvram import Settings, attached, cache
 from sd_lowvram.commands import plan_cache
 from sd_lowvram.devices import this_machine
 from sd_lowvram.devices.performance import PROFILES
-from sd_lowvram.hooks.kept_traces import stored_trace
+from sd_lowvram.hooks.replay.kept_traces import stored_trace
 
 CPU = torch.device("cpu")
 RATES = dataclasses.replace(PROFILES["t4"], name="this")

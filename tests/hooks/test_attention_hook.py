@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import LowVRAMError, NoSiteError, SettingsError
-from sd_lowvram.hooks.attention import Redirect, attention, kernel_counts
+from sd_lowvram.hooks.numbers.attention import Redirect, attention, kernel_counts
 from sd_lowvram.kernels.attention import registry as kernels
 from sd_lowvram.kernels.attention.backend import AttentionBackend
 from sd_lowvram.memory import kernels_of, measured_peak

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import LowVRAMError
-from sd_lowvram.hooks.attention import kernel_counts
+from sd_lowvram.hooks.numbers.attention import kernel_counts
 from sd_lowvram.session import attachments
 
 WAYS: list[dict[str, Any]] = [

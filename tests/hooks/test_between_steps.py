@@ -16,7 +16,7 @@ import torch
 from sd_lowvram import Settings, attached, plan
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.errors import NoSiteError, SettingsError
-from sd_lowvram.hooks.merge_tokens import merge_by_likeness
+from sd_lowvram.hooks.approximate.merge_tokens import merge_by_likeness
 
 FAMILIES = ("diffusers", "ldm")
 

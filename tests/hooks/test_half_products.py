@@ -15,7 +15,7 @@ from torch import Tensor
 import sd_lowvram
 from sd_lowvram import Fidelity, Settings, attached
 from sd_lowvram.errors import NotFiniteError, SettingsError
-from sd_lowvram.hooks import half_products
+from sd_lowvram.hooks.numbers import half_products
 
 HALF = Settings(precision="fp16-products")
 STREAMED = Settings(precision="fp16-products", offload="layer", split_layers=True, transformer_chunks=2)

@@ -16,7 +16,7 @@ from run_log import logged, nothing_logged
 from torch import nn
 
 from sd_lowvram import Settings, attached
-from sd_lowvram.hooks import kept_traces
+from sd_lowvram.hooks.replay import kept_traces
 
 TRACED = Settings(traced=True)
 

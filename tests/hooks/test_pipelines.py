@@ -17,7 +17,7 @@ from gradients import every_knob, named, tolerance
 import sd_lowvram
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import NoSiteError
-from sd_lowvram.hooks import feed_forward, residual_strips, transformer_chunks
+from sd_lowvram.hooks.pieces import feed_forward, residual_strips, transformer_chunks
 from sd_lowvram.settings import Fidelity, knobs
 from sd_lowvram.weights import all_tensors
 
@@ -93,7 +93,7 @@ def check(pipe: Any, expected: torch.Tensor, settings: Settings) -> None:
     assert allowed is not None
     with attached(pipe, settings) as attachment:
         picture = drawn(pipe)
-        wanted = {knob.hook_of(value) for _, knob, value in settings.decided()} - {""}
+        wanted = {str(knob.hook_of(value)).rpartition(".")[2] for _, knob, value in settings.decided()} - {""}
         acting = {_CALLED.get(hook, hook) for hook in attachment.sites}
         assert wanted <= acting
     assert tiny.relative_error(picture, expected) <= allowed

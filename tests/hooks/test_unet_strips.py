@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_lowvram.devices.calibration import Operators
-from sd_lowvram.hooks import residual_strips as hook
-from sd_lowvram.hooks.offloaded_tensor import OffloadedMap
+from sd_lowvram.hooks.parking.offloaded_tensor import OffloadedMap
+from sd_lowvram.hooks.pieces import residual_strips as hook
 from sd_lowvram.hooks.pieces.strips import Statistics, assemble, equal_spans
 from sd_lowvram.memory import current_account
 from sd_lowvram.memory.repeats import representative_pieces, standing_for, times

@@ -18,7 +18,7 @@ import sd_lowvram
 from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import NoSiteError, NotFiniteError
-from sd_lowvram.hooks import overflow, vae_exact
+from sd_lowvram.hooks.pieces import overflow, vae_exact
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.tracing import trace
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sd_lowvram import Settings, attached, decode, encode, trace
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.demo import MODEL_PATH
-from sd_lowvram.hooks.vae_fast import blend, shares, starts
+from sd_lowvram.hooks.approximate.vae_fast import blend, shares, starts
 from sd_lowvram.memory.accounts import kernels_of
 from sd_lowvram.progress import listen
 from sd_lowvram.units import MIB

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sd_lowvram import Settings, attached, optimize, restore
 from sd_lowvram.errors import NoSiteError
-from sd_lowvram.hooks import winograd
+from sd_lowvram.hooks.numbers import winograd
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.tracing import trace
 from sd_lowvram.weights import weight_bytes

@@ -58,7 +58,7 @@ def test_compiled_for_cards_that_are_not_here(architecture: int, tmp_path: Path)
 def test_triton_is_imported_only_where_it_is_used() -> None:
     """Not by what plans and traces import; torch imports it in some of its own modules, which are imported late."""
     code = (
-        "import sys, sd_lowvram, sd_lowvram.api, sd_lowvram.planning.search, sd_lowvram.hooks.fused_kernels\n"
+        "import sys, sd_lowvram, sd_lowvram.api, sd_lowvram.planning.search, sd_lowvram.hooks.numbers.fused_kernels\n"
         "print([name for name in sys.modules if name == 'triton' or name.startswith('triton.')])"
     )
     assert run("-c", code).splitlines()[-1] == "[]"

@@ -210,8 +210,8 @@ def test_autoencoder(settings: dict[str, Any], sites: dict[str, int]) -> None:
 
 
 def test_autoencoder_in_fast_tiles_is_another_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd_lowvram.hooks.vae_fast.TILE", 16)
-    monkeypatch.setattr("sd_lowvram.hooks.vae_fast.OVERLAP", 4)
+    monkeypatch.setattr("sd_lowvram.hooks.approximate.vae_fast.TILE", 16)
+    monkeypatch.setattr("sd_lowvram.hooks.approximate.vae_fast.OVERLAP", 4)
     with attached(vae(), Settings(vae_tiles="fast"), device="cpu"):
         result = both(vae())
     for ours, expected in zip(result, plainly(), strict=True):

@@ -15,8 +15,8 @@ import torch
 from sd_lowvram import Settings, plan
 from sd_lowvram.devices.compiling import Compiling, compiling_of, remember_compiling
 from sd_lowvram.devices.performance import THIS, profile
-from sd_lowvram.hooks import compiled
-from sd_lowvram.hooks.compiled import kinds_of
+from sd_lowvram.hooks.replay import compiled
+from sd_lowvram.hooks.replay.compiled import kinds_of
 from sd_lowvram.kernels import compiler
 from sd_lowvram.planning import cost_model
 from sd_lowvram.session import anatomy_of

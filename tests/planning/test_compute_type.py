@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from sd_lowvram import Fidelity, Settings, attached
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import ConflictError
+from sd_lowvram.hooks.numbers.precision import arithmetic
 from sd_lowvram.hooks.offers import Target
-from sd_lowvram.hooks.precision import arithmetic
 from sd_lowvram.hooks.registry import offered
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models.anatomy import Anatomy
@@ -94,7 +94,7 @@ def test_types_of_8_bits_narrow_what_is_wider() -> None:
 
 
 def test_weights_of_8_bits_are_not_stored_in_8_bits_again() -> None:
-    from sd_lowvram.hooks.weight_storage import quantised_layers
+    from sd_lowvram.hooks.numbers.weight_storage import quantised_layers
 
     assert quantised_layers(unet(torch.float16)[1], "unet")
     assert not quantised_layers(unet(FP8)[1], "unet", as_loaded=True)

@@ -232,7 +232,7 @@ def test_other_errors_are_the_callers(pipe: Any) -> None:
 
 
 def test_weights_that_do_not_fit_after_all(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd_lowvram.hooks import offload
+    from sd_lowvram.hooks.parking import offload
 
     def full(*_: Any) -> Any:
         raise RuntimeError("CUDA error: out of memory")

@@ -14,7 +14,7 @@ from families import KINDS, SEEN, SIZE, Kind, load_ip_adapters, picture
 import sd_lowvram
 from sd_lowvram import Settings
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
-from sd_lowvram.hooks import feed_forward, residual_strips, transformer_chunks
+from sd_lowvram.hooks.pieces import feed_forward, residual_strips, transformer_chunks
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.planning.as_others import request_by
 from sd_lowvram.planning.plan import Plan

@@ -14,7 +14,7 @@ import torch
 from sd_lowvram import Fidelity, Settings
 from sd_lowvram.cache import remember
 from sd_lowvram.devices.performance import PROFILES
-from sd_lowvram.hooks.half_products import HalfProducts
+from sd_lowvram.hooks.numbers.half_products import HalfProducts
 from sd_lowvram.kernels.attention.backend import SCORE_BYTES
 from sd_lowvram.planning.plan import Plan, StagePlan
 from sd_lowvram.planning.request import request_for

@@ -275,7 +275,7 @@ def _shapes_only(simulated: Any) -> Iterator[None]:
     """Nothing is computed within the block, and no result is looked at."""
     import torch
 
-    from sd_lowvram.hooks import overflow, vae_causal, vae_whole
+    from sd_lowvram.hooks.pieces import overflow, vae_causal, vae_whole
 
     simulated.kernels.computes = False
     try:

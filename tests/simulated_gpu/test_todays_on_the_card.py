@@ -14,7 +14,8 @@ from test_planted_faults import FAULTS, exchanged, seen_of
 from torch import Tensor
 
 from sd_lowvram import Settings, attached
-from sd_lowvram.hooks import joint_chunks, offload
+from sd_lowvram.hooks.parking import offload
+from sd_lowvram.hooks.pieces import joint_chunks
 from sd_lowvram.weights import weight_bytes
 
 LEAST = Settings(offload="layer")

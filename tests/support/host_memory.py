@@ -91,7 +91,7 @@ def main(path: Path) -> None:
     import diffusers.models
 
     import sd_lowvram
-    from sd_lowvram.hooks.offload import policy_of
+    from sd_lowvram.hooks.parking.offload import policy_of
     from sd_lowvram.streaming.layers import layers_of
     from sd_lowvram.streaming.layout import lay_down
     from sd_lowvram.weights import weight_bytes

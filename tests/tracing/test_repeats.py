@@ -15,8 +15,8 @@ from torch import nn
 from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import profile
-from sd_lowvram.hooks import vae_exact
 from sd_lowvram.hooks.offers import Target
+from sd_lowvram.hooks.pieces import vae_exact
 from sd_lowvram.hooks.registry import offered
 from sd_lowvram.memory.repeats import representative_pieces, representatives
 from sd_lowvram.models import anatomy_of_components

@@ -27,7 +27,7 @@ from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
 from sd_lowvram.errors import BadInputError, BudgetError
-from sd_lowvram.hooks.weight_storage import quantised_layers
+from sd_lowvram.hooks.numbers.weight_storage import quantised_layers
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.unets.asdm_unet import ASDMUNet2DConditionModel

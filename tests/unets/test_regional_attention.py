@@ -28,7 +28,7 @@ from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BadInputError, ConflictError
-from sd_lowvram.hooks.attention import kernel_counts
+from sd_lowvram.hooks.numbers.attention import kernel_counts
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.tracing import trace

@@ -1,0 +1,1 @@
+"""Number types of weights and products, memory layouts, and the kernels that compute layers."""

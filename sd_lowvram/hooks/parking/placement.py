@@ -1,0 +1,122 @@
+"""Components that are moved whole and stay: on the device, or the decoder in host memory.
+
+Source: consciencia's decoder on the CPU. Fidelity: ``bitwise``; a decoder that is widened on the CPU ``rounding``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...memory import host_account, to_host
+from ...memory.accounts import mark_host, unmark_host
+from ...memory.segments import begin_stage
+from ...memory.threads import place_of, turn
+from ...streaming.device_io import run_at
+from ...streaming.layers import place_bytes
+from ...streaming.pool import Pool
+from ...weights import all_tensors, first_tensor, map_tensors, set_data
+
+
+def run_on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``original`` on the CPU in fp32; its weights have been widened before.
+
+    Args:
+        original: a method of the component.
+        args, kwargs: its arguments, on any device.
+
+    Returns:
+        The result, in the type of the input.
+    """
+    first = first_tensor((args, kwargs))
+    dtype = first.dtype if first is not None else torch.float32
+    widen = functools.partial(map_tensors, convert=lambda t: t.float() if t.is_floating_point() else t)
+    with host_account():
+        args, kwargs = widen((args, kwargs))
+        result = run_at(torch.device("cpu"), original, *args, **kwargs)
+    return map_tensors(result, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def place(components: list[nn.Module], device: torch.device) -> Callable[[], None]:
+    """Move all components to ``device``; return the function that undoes this.
+
+    On a GPU each component is one buffer, because thousands of tensors leave unusable gaps.
+
+    Args:
+        components: models to move.
+        device: where to.
+
+    Returns:
+        A function that moves them back and restores every tensor bit for bit.
+    """
+    if device.type != "cuda":
+        return _move(components, lambda contents: [data.to(device) for data in contents])
+    with contextlib.ExitStack() as stack:
+        stack.callback(_move(components, lambda contents: [data.cpu() for data in contents]))  # frees the device first
+        stack.callback(_move(components, functools.partial(_copy_to_buffer, device=device)))
+        return stack.pop_all().close
+
+
+def _copy_to_buffer(contents: list[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Copies of ``contents``, in another type on request."""
+    likes = [torch.empty_like(data, device="meta", dtype=dtype) for data in contents]
+    views = Pool(sum(map(place_bytes, likes)), device).views(likes, 0)
+    for view, data in zip(views, contents, strict=True):
+        view.copy_(data)
+    return views
+
+
+def convert_in_one_buffer(
+    component: nn.Module, device: torch.device, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Convert the component like ``component.to``; afterwards it is one buffer as before."""
+    wanted = [dtype for dtype in (*args, *kwargs.values()) if isinstance(dtype, torch.dtype)]
+    tensors = [tensor for tensor in all_tensors(component) if tensor.is_floating_point()]
+    if any(tensor.dtype != dtype for dtype in wanted for tensor in tensors):
+        with turn({place_of(device)}):
+            begin_stage(device)
+            contents = [tensor.data for tensor in tensors]
+            for tensor, data in zip(tensors, _copy_to_buffer(contents, device, *wanted), strict=True):
+                set_data(tensor, data)
+    return original(*args, **kwargs)
+
+
+def widen_on_host(components: list[nn.Module]) -> Callable[[], None]:
+    """Move everything to host memory, with 16-bit floats widened to fp32; return the function that undoes this."""
+
+    def widen(data: Tensor) -> Tensor:
+        data = data if data.device.type == "cpu" else to_host(data, pin=False)
+        with host_account():
+            data = data.float() if data.is_floating_point() else data
+        mark_host(data)
+        return data
+
+    return _move(components, lambda contents: list(map(widen, contents)))
+
+
+def _move(components: list[nn.Module], move: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[], None]:
+    """Give the tensors of each component what ``move`` makes of their contents; returns the undoing."""
+    places: list[tuple[Tensor, torch.device, torch.dtype]] = []
+
+    def undo() -> None:
+        for tensor, device, dtype in places:
+            unmark_host(tensor.data)
+            set_data(tensor, tensor.data.to(device, dtype))
+
+    try:
+        for component in components:
+            stored = {id(tensor) for tensor, _, _ in places}
+            tensors = [tensor for tensor in all_tensors(component) if id(tensor) not in stored]
+            before = [(tensor, tensor.device, tensor.dtype) for tensor in tensors]
+            for tensor, data in zip(tensors, move([tensor.data for tensor in tensors]), strict=True):
+                set_data(tensor, data)
+            places += before
+    except BaseException:
+        undo()
+        raise
+    return undo
