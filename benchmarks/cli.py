@@ -12,7 +12,7 @@ from sd_lowvram.checkpoints.architectures import NAMES
 from sd_lowvram.commands.one_line import OneLine
 from sd_lowvram.commands.streams import tell
 from sd_lowvram.commands.values import check_count, check_names, check_run, check_side
-from sd_lowvram.policies.named import POLICIES
+from sd_lowvram.policies import POLICIES
 from sd_lowvram.units import parse_size
 
 from .commands.options import Debug, Json, measurement, measuring

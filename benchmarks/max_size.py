@@ -15,7 +15,7 @@ from sd_lowvram.files.tables import table
 from sd_lowvram.planning.as_others import request_by
 from sd_lowvram.planning.max_size import largest_plans
 from sd_lowvram.planning.search import make_plan
-from sd_lowvram.policies.named import POLICIES
+from sd_lowvram.policies import POLICIES
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB, format_time
 

@@ -18,7 +18,7 @@ from .knobs.autoencoder import AutoencoderKnobs
 from .knobs.declaring import STREAMED
 from .knobs.speed import SpeedKnobs
 from .knobs.weights import WeightsKnobs
-from .policies.named import policy
+from .policies import policy
 
 __all__ = ["STREAMED", "SURFACES", "Fidelity", "Knob", "Preset", "Settings", "conflict", "knobs"]
 

@@ -14,7 +14,7 @@ from ..checkpoints.inspection import PREDICTIONS, Task
 from ..checkpoints.schedulers import SCHEDULERS, find_scheduler
 from ..devices.support import check_device_name
 from ..errors import BadInputError
-from ..policies.named import HELP
+from ..policies import HELP
 from ..settings import Settings
 from .values import MOST_STEPS, check_given, check_run, check_text
 

@@ -21,7 +21,7 @@ from ..checkpoints.schedulers import label_of, set_scheduler
 from ..demo import SIDE as DEMO_SIDE
 from ..demo.things import unknown_words
 from ..errors import BadInputError
-from ..policies.named import POLICIES, check_policy
+from ..policies import POLICIES, check_policy
 from ..saved_latents.file import Saved
 from ..saved_latents.interval import Interval
 from .early import check_floor, known_budget

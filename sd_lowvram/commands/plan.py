@@ -15,7 +15,7 @@ from ..checkpoints.architectures import NAMES, TRANSFORMERS
 from ..devices.disk import DISKS, disk_rate, parse_disk
 from ..devices.performance import profile
 from ..errors import BudgetError
-from ..policies.named import HELP, POLICIES
+from ..policies import HELP, POLICIES
 from ..settings import Settings
 from .early import check_floor
 from .exit_codes import exit_on_error
@@ -191,7 +191,7 @@ def _plan(asked: dict[str, Any], settings: Settings) -> Answer:
     anatomy, request = _request(asked)
     heed_interrupts()
     planned = make_plan(anatomy, request, settings, asked["approximate"])
-    return planned.as_dict() | _rates(request), planned.alike
+    return planned.as_dict() | _counted(asked, request), planned.alike
 
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -203,11 +203,16 @@ def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     if not any(plans.values()):
         smallest = dataclasses.replace(request, width=64, height=64)
         make_plan(anatomy, smallest, settings, asked["approximate"], least=False)  # refuses it, and says what would do
-    return {name: planned.as_dict() | _rates(request) if planned else None for name, planned in plans.items()}
+    return {name: planned.as_dict() | _counted(asked, request) if planned else None for name, planned in plans.items()}
 
 
-def _rates(request: Any) -> dict[str, str]:
-    return {"rates": f"{request.rates.title}, {request.rates.source}"}
+def _counted(asked: dict[str, Any], request: Any) -> dict[str, str]:
+    """Sentences on the rates, and on what the plan counts in place of another program."""
+    rates = {"rates": f"{request.rates.title}, {request.rates.source}"}
+    if asked["policy"] is None:
+        return rates
+    policy = POLICIES[asked["policy"]]
+    return rates | {"counted": f"{asked['policy']}: {policy.stands_for}; the plan deviates: {policy.deviates}"}
 
 
 def _request(asked: dict[str, Any]) -> tuple[Any, Any]:

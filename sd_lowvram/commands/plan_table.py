@@ -25,6 +25,8 @@ def show(console: Console, plan: dict[str, Any]) -> None:
     console.print(shown.verdict(plan), highlight=False, style="bold yellow" if shown.is_slow(plan) else None)
     for reason in shown.reasons(plan):
         console.print(reason, highlight=False, style="bold yellow" if reason.kind is Kind.SLOW else None)
+    if "counted" in plan:
+        console.print(f"counted as {plan['counted']}", highlight=False)
     console.print(f"rates: {plan['rates']}", style="dim", highlight=False)
 
 
@@ -42,4 +44,6 @@ def show_sizes(console: Console, plans: dict[str, Any]) -> None:
         table.add_row(name, size, needed, format_size(predicted["host_bytes"]), format_time(predicted["seconds"]))
     console.print(table)
     console.print(f"peaks include the driver's share; {some['request']['steps']} steps", highlight=False)
+    if "counted" in some:
+        console.print(f"counted as {some['counted']}", highlight=False)
     console.print(f"rates: {some['rates']}", style="dim", highlight=False)

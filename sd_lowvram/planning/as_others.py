@@ -1,19 +1,17 @@
-"""A run by a named policy, predicted or made: by our knobs, by diffusers' own calls, or by a plan."""
+"""A run by a named policy: its request, and diffusers' own calls where the policy is one of them."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..devices.performance import profile
 from ..models.anatomy import Anatomy
-from ..policies.named import OURS, Pace, check_policy, policy
-from ..policies.offloading import CALLS
-from ..session import attach, attached
+from ..policies import OURS, Pace, policy
+from ..session import attach
 from ..settings import Settings
 from .plan import Plan
 from .request import Request, RunOptions, request_for
@@ -61,37 +59,18 @@ def _source(name: str | None, pace: Pace) -> str:
     return f"of {name}'s program {longer}, {fitted}"
 
 
-Way = Callable[[], contextlib.AbstractContextManager[Any]]
-"""A context that can be entered again and again; the pipeline that it gives runs by the policy inside."""
+def _in_groups(pipe: Any, device: torch.device) -> None:
+    pipe.enable_group_offload(
+        onload_device=device, offload_device=torch.device("cpu"), offload_type="leaf_level", use_stream=True
+    )
 
 
-def way_of(name: str, pipe: Any, device: torch.device, plan: Callable[[], Plan], load: Callable[[], Any]) -> Way:
-    """The way to run ``pipe`` by the policy ``name``.
-
-    Args:
-        plan: makes the plan of ours; called once, where the policy has one.
-        load: another pipeline of the same model, for diffusers' own ways: some of them cannot be undone.
-
-    Raises:
-        SettingsError: no policy has this name. BadInputError: it does not run on this device.
-        BudgetError: from ``plan``.
-    """
-    chosen = policy(name)
-    check_policy(name, device.type)
-    if chosen.own:
-        own = load()
-        CALLS[name](own, device)
-        return lambda: contextlib.nullcontext(own)
-    if chosen.needs_plan:
-        planned = plan()
-        return lambda: _within(pipe, device, planned.settings, planned.timing)
-    return lambda: _within(pipe, device, Settings.policy(name))
-
-
-@contextlib.contextmanager
-def _within(pipe: Any, device: torch.device, settings: Settings, timing: Any = None) -> Iterator[Any]:
-    with attached(pipe, settings, device=device, timing=timing):
-        yield pipe
+CALLS: dict[str, Callable[[Any, torch.device], None]] = {
+    "diffusers-model-offload": lambda pipe, device: pipe.enable_model_cpu_offload(device=device),
+    "diffusers-sequential": lambda pipe, device: pipe.enable_sequential_cpu_offload(device=device),
+    "diffusers-group": _in_groups,
+}
+"""diffusers' own offloading by the policy's name, as its documentation calls it. The pipeline stays changed."""
 
 
 def attach_own(pipe: Any, name: str, plan: Plan) -> None:

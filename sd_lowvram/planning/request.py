@@ -18,7 +18,7 @@ from ..kernels.attention.problem import PlannedGpu
 from ..memory.pinned import unlock_ended
 from ..models.anatomy import Anatomy
 from ..models.recorded import Rehearsal
-from ..policies.named import OURS, Pace
+from ..policies import OURS, Pace
 from ..streaming.host_weights import mapped_bytes
 from ..weights import all_tensors
 from .stages import Shape, native_size, scale_factor

@@ -19,7 +19,7 @@ from PIL import Image
 
 from sd_lowvram import doors
 from sd_lowvram.commands.knobs import command_line_knobs
-from sd_lowvram.policies.named import POLICIES
+from sd_lowvram.policies import POLICIES
 from sd_lowvram.settings import knobs
 
 

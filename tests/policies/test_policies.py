@@ -15,11 +15,10 @@ from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.cli import app
 from sd_lowvram.errors import BadInputError, SettingsError
-from sd_lowvram.planning.as_others import attach_own, request_by, way_of
+from sd_lowvram.planning.as_others import CALLS, attach_own, request_by
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.planning.wording import Kind, of_kind
-from sd_lowvram.policies.named import OURS, POLICIES, check_policy, runs_on
-from sd_lowvram.policies.offloading import CALLS
+from sd_lowvram.policies import OURS, POLICIES, check_policy
 from sd_lowvram.session import anatomy_of, attachments
 from sd_lowvram.units import GIB
 
@@ -43,13 +42,14 @@ def picture(pipe: Any) -> torch.Tensor:
 
 
 @pytest.mark.slow(8)
-@pytest.mark.parametrize("name", runs_on("cpu")[0])
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in CALLS])
 def test_the_picture_is_the_same_by_every_policy(pipe: Any, name: str) -> None:
     plain = picture(pipe)
-    way = way_of(name, pipe, CPU, lambda: sd_lowvram.plan(pipe, vram="1GB", width=64, height=64), demo_pipeline)
-    with way() as running:
-        assert attachments(pipe)
-        found = picture(running)
+    settings = sd_lowvram.Settings.policy(name)
+    if POLICIES[name].needs_plan:
+        settings = sd_lowvram.plan(pipe, vram="1GB", width=64, height=64).settings
+    with sd_lowvram.attached(pipe, settings, device="cpu"):
+        found = picture(pipe)
     assert not attachments(pipe)
     assert (found - plain).norm() < 1e-5 * plain.norm()
 
@@ -67,10 +67,9 @@ def test_a_policy_leaves_nothing_to_the_plan(pipe: Any, name: str) -> None:
 
 
 def test_what_needs_an_accelerator_is_refused_on_a_cpu() -> None:
-    runs, left_out = runs_on("cpu")
-    assert left_out == ("diffusers-model-offload", "diffusers-sequential", "diffusers-group") == tuple(CALLS)
-    assert {*runs, *left_out} == {*POLICIES} and runs_on("cuda") == (tuple(POLICIES), ())
-    for name in left_out:
+    own = [name for name, one in POLICIES.items() if one.own]
+    assert own == ["diffusers-model-offload", "diffusers-sequential", "diffusers-group"] == list(CALLS)
+    for name in own:
         check_policy(name, "cuda")
         with pytest.raises(BadInputError, match=f"--policy {name} "):
             check_policy(name, "cpu")
@@ -122,7 +121,8 @@ def test_generate_runs_by_a_policy_and_knobs_go_above_it(tmp_path: Path) -> None
 def test_plan_foretells_a_policy_for_a_card() -> None:
     size = ("--width", "64", "--height", "64")
     told = invoke("plan", "--policy", "diffusers-sequential", "--gpu", "rtx2070", *size, "--json")
-    assert json.loads(told.stdout)["settings"]["offload"] == "layer"
+    plan = json.loads(told.stdout)
+    assert plan["settings"]["offload"] == "layer" and "enable_sequential_cpu_offload" in plan["counted"]
     weightless = invoke("plan", "--model", "sd15", "--policy", "consciencia-turbo", "--gpu", "rtx2070", *size, "--json")
     assert json.loads(weightless.stdout)["settings"]["decoder_device"] == "cpu"
     unknown = invoke("plan", "--policy", "fast")

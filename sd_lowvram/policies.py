@@ -1,4 +1,4 @@
-"""The named policies: what each stands for, in knobs of ours, and where that is not what the program itself does.
+"""Policies: the memory management of other programs in our knobs, by name, with their pace and what differs.
 
 Plain values: ``Settings.policy(name)`` makes settings of them. Sources: the published sources of CompVis'
 stable-diffusion, basujindal's and consciencia's forks of it, and the documentation of diffusers.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import BadInputError, SettingsError
+from .errors import BadInputError, SettingsError
 
 _ONE_HEAD_MIB = 32
 """Scores of one attention head of SD1.5 at 512x512 in fp16."""
@@ -84,7 +84,7 @@ class Policy:
         stands_for: description of the program.
         deviates: differences between the knobs and the program.
         knobs: decided knobs by name; the plan chooses the rest.
-        own: True if it runs by diffusers' own calls (:mod:`.offloading`) and the knobs serve plans alone.
+        own: True if it runs by diffusers' own calls and the knobs serve plans alone.
         needs_plan: True if a run needs a plan for its size and budget.
         pace: slowdown of the program.
     """
@@ -198,9 +198,3 @@ def check_policy(name: str | None, device_type: str) -> None:
             "Choose another policy, or predict it: sd-lowvram plan --policy "
             f"{name} --gpu rtx2070"
         )
-
-
-def runs_on(device_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the policies that run on a device of this type, and of those that do not."""
-    left_out = tuple(name for name, policy in POLICIES.items() if policy.own and device_type == "cpu")
-    return tuple(name for name in POLICIES if name not in left_out), left_out

@@ -1,1 +1,0 @@
-"""Policies: the memory management of other programs, by name, for comparison with ours."""
