@@ -12,7 +12,7 @@ import torch
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
-from sd_lowvram.files.tables import table
+from sd_lowvram.files import table
 from sd_lowvram.planning.as_others import request_by
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.settings import Settings

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sd_lowvram.files.whole import write_json
+from sd_lowvram.files import write_json
 
 from .commands.options import run_command
 from .tables import commit, commit_words, is_recorded

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_lowvram import progress
-from sd_lowvram.files.tables import table
+from sd_lowvram.files import table
 from sd_lowvram.planning.plan import Candidate
 from sd_lowvram.units import MIB
 

@@ -22,7 +22,7 @@ import torch
 from sd_lowvram import progress
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.performance import Rates, profile
-from sd_lowvram.files.tables import table
+from sd_lowvram.files import table
 from sd_lowvram.planning.as_others import request_by
 from sd_lowvram.planning.plan import Plan
 from sd_lowvram.planning.search import PlanSearch, best_plan

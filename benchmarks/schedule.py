@@ -21,7 +21,7 @@ from sd_lowvram import progress
 from sd_lowvram.checkpoints.architectures import NAMES, build_components
 from sd_lowvram.devices.performance import Rates, profile
 from sd_lowvram.errors import BadInputError
-from sd_lowvram.files.tables import table as table_lines
+from sd_lowvram.files import table as table_lines
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.stage_costs import StageCosts
 from sd_lowvram.planning.stages import Shape

@@ -20,8 +20,7 @@ from torch import Tensor
 from sd_lowvram import __version__, progress
 from sd_lowvram.devices.info import default_device
 from sd_lowvram.errors import BadInputError
-from sd_lowvram.files.tables import table
-from sd_lowvram.files.whole import write_json, write_whole
+from sd_lowvram.files import table, write_json, write_whole
 from sd_lowvram.units import MIB
 
 Report = dict[str, Any]

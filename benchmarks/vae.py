@@ -16,7 +16,7 @@ from sd_lowvram import progress
 from sd_lowvram.checkpoints.architectures import autoencoder, build_components
 from sd_lowvram.demo import MODEL_PATH
 from sd_lowvram.devices.pairs import CallTime, spread, time_call
-from sd_lowvram.files.tables import table
+from sd_lowvram.files import table
 from sd_lowvram.session import attached
 from sd_lowvram.settings import Settings
 from sd_lowvram.tracing import trace

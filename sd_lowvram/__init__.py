@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .files.version import __version__ as __version__
+from .files import __version__ as __version__
 
 if TYPE_CHECKING:
     from .api import decode, encode, max_size, optimize, plan

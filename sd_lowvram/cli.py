@@ -49,7 +49,7 @@ _add(app)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from .files.version import __version__
+        from .files import __version__
 
         print(f"sd-lowvram {__version__}")
         raise typer.Exit

@@ -13,7 +13,7 @@ from sd_lowvram import progress
 from sd_lowvram.devices.info import dtype_on
 from sd_lowvram.devices.pairs import figures, time_alternately
 from sd_lowvram.errors import SettingsError
-from sd_lowvram.files.tables import table
+from sd_lowvram.files import table
 from sd_lowvram.kernels.attention.backend import SCORE_BYTES
 from sd_lowvram.kernels.attention.problem import problem_of
 from sd_lowvram.kernels.attention.registry import attend, available_backends, kernel_name

@@ -10,7 +10,7 @@ import torch
 from sd_lowvram.cache import remember
 from sd_lowvram.commands.examination import MEASURED
 from sd_lowvram.devices.this_machine import place_of_measurement, stored_measurement
-from sd_lowvram.files.tables import table
+from sd_lowvram.files import table
 from sd_lowvram.kernels import compiler
 from sd_lowvram.kernels.triton import support
 from sd_lowvram.units import MIB

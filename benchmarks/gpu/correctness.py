@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sd_lowvram import progress
-from sd_lowvram.files.tables import table
+from sd_lowvram.files import table
 from sd_lowvram.units import MIB
 from sd_lowvram.weights import weight_bytes
 

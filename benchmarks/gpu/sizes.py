@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sd_lowvram.files.tables import table
+from sd_lowvram.files import table
 from sd_lowvram.units import GIB
 
 from .. import trial

@@ -12,7 +12,7 @@ import torch
 
 from sd_lowvram import progress
 from sd_lowvram.devices.calibration import copy_rate
-from sd_lowvram.files.tables import table
+from sd_lowvram.files import table
 from sd_lowvram.units import MIB
 from sd_lowvram.weights import first_tensor
 

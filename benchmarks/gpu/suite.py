@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import torch
 
 from sd_lowvram import progress
-from sd_lowvram.files.tables import table
+from sd_lowvram.files import table
 
 from .. import trial
 from .record import ResultRows, not_run

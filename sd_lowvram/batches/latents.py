@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..commands.inputs import Job
 from ..commands.latents import job_of, libraries, pictures_as_tensors
 from ..errors import BadInputError
-from ..files.whole import sweep
+from ..files import sweep
 from ..progress import happened
 from ..saved_latents.file import ENDING, Saved, read_saved
 from ..saved_latents.interval import Interval

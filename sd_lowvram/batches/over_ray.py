@@ -22,7 +22,7 @@ from ..commands.exit_codes import internal_error
 from ..commands.inputs import Job
 from ..commands.streams import note
 from ..errors import BadInputError, LowVRAMError
-from ..files.version import __version__
+from ..files import __version__
 from ..units import MIB
 from .crew import Lost, Outcome
 from .journal import NAME

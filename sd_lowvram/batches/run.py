@@ -16,7 +16,7 @@ from ..commands.inputs import Job
 from ..commands.interrupts import terminated_as_interrupted
 from ..commands.streams import note, tell
 from ..errors import BadInputError, OutputError
-from ..files.whole import sweep
+from ..files import sweep
 from ..saved_latents.interval import Interval
 from ..units import format_time
 from .alike import pictures_by_line

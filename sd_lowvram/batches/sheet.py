@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import quote
 
-from ..files.whole import write_whole
+from ..files import write_whole
 from .journal import Journal
 
 NAME = "index.html"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ..cache import folder_of, make_private
 from ..errors import BadInputError, CheckpointError
-from ..files.whole import write_json
+from ..files import write_json
 from .architectures import schedulers_of_transformers, write_tokenizer
 from .split_kinds import Layout, SplitFile, layout_of, split_file, split_files_in
 from .tokenizers import check_tokenizer_files

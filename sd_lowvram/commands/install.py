@@ -23,7 +23,7 @@ def install(
     From a clone they are linked, from an installed package copied.
     """
     with exit_on_error(debug):
-        from ..hosting import install as adapters
+        from .. import hosting as adapters
 
         if uninstall:
             place, done = adapters.uninstall(host, path), "removed"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoints.fingerprint import fingerprint
 from ..checkpoints.inspection import model_path
 from ..errors import BadInputError
-from ..files.version import __version__
+from ..files import __version__
 from ..saved_latents.file import ENDING, Saved
 from .inputs import Job, check_job
 from .values import checked_settings

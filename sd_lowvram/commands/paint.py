@@ -372,7 +372,7 @@ def parameters(job: Job, pipe: Any, plan: Any, kernels: dict[str, int] | None = 
     Args:
         kernels: the attention kernels of an earlier part of the run, with counts.
     """
-    from ..files.version import __version__
+    from ..files import __version__
     from .show import decided_knobs
 
     sampler, schedule = label_of(pipe.scheduler)

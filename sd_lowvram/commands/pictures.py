@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OutputError
-from ..files.whole import temporary_beside, write_whole
+from ..files import temporary_beside, write_whole
 from ..saved_latents.file import ENDING
 from ..units import format_size
 from .values import check_printable

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInputError
-from ..files.whole import write_whole
+from ..files import write_whole
 from .streams import note
 from .values import MOST_STEPS
 

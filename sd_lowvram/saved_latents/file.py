@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.safetensors_header import read_header
 from ..errors import BadInputError, CheckpointError
-from ..files.whole import write_whole
+from ..files import write_whole
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInputError
-from ..files.version import __version__
+from ..files import __version__
 from .file import ENDING, Saved, write_saved
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..files.version import __version__
+from ..files import __version__
 from .state import configuration
 
 _NOT_OF_THE_PICTURE = ("callback_on_step_end", "callback_on_step_end_tensor_inputs", "output_type", "return_dict")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import progress
 from ..errors import BadInputError, CheckpointError
-from ..files.whole import temporary_beside
+from ..files import temporary_beside
 from .digests import digest_of
 from .frozen import Features, frozen_features
 from .supervision import check_match, clean_of, features_terms, maps_of, semantic_term

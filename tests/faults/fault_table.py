@@ -25,7 +25,7 @@ from PIL import Image  # noqa: E402
 
 from sd_lowvram import progress  # noqa: E402
 from sd_lowvram.checkpoints.load import load_pipeline  # noqa: E402
-from sd_lowvram.files.tables import table  # noqa: E402
+from sd_lowvram.files import table  # noqa: E402
 
 FAULTS = {
     "out of memory": "what is cached is given up, and the call is made again",

@@ -24,7 +24,7 @@ from webui_data import MODELS, PYTHON, ROOT, WEBUI
 from webui_server import Server, serving
 
 from benchmarks.tables import told_as, written
-from sd_lowvram.files.tables import table
+from sd_lowvram.files import table
 
 SIZES = ((256, 256), (512, 512), (640, 512), (768, 768), (1024, 1024))
 BUDGET = "4GB"

@@ -10,10 +10,10 @@ import pytest
 from comfy_host import ROOT
 from typer.testing import CliRunner
 
+from sd_lowvram import hosting as adapters
 from sd_lowvram.cli import app
 from sd_lowvram.errors import BadInputError, OutputError
-from sd_lowvram.hosting import install as adapters
-from sd_lowvram.hosting.install import HOSTS
+from sd_lowvram.hosting import HOSTS
 
 try:
     import tomllib

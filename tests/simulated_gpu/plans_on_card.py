@@ -518,7 +518,7 @@ def main() -> int:
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The report as Markdown."""
-    from sd_lowvram.files.tables import table
+    from sd_lowvram.files import table
 
     real = report.get("machine")
     yield _REAL_HEAD if real else _HEAD

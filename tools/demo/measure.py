@@ -26,8 +26,7 @@ from picture_rows import picture_rows_png
 from torch import Tensor
 from train_unet import phrase
 
-from sd_lowvram.files.tables import table
-from sd_lowvram.files.whole import write_json, write_whole
+from sd_lowvram.files import table, write_json, write_whole
 from sd_lowvram.unets.checkpoints.load_unet import load_unet
 from sd_lowvram.unets.evaluate import AT_ONCE, Draw, agreement, draw_pictures, pipeline_to_draw
 from sd_lowvram.unets.schedule import scheduled

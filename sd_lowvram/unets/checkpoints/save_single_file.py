@@ -15,7 +15,7 @@ from ...checkpoints.architectures import build_components
 from ...checkpoints.inspection import CheckpointKind, single_file_config
 from ...checkpoints.single_file_names import single_file_state
 from ...errors import BadInputError
-from ...files.whole import atomic_write
+from ...files import atomic_write
 from .unet_layout import KEPT, NOTED, cut_configuration, layout_of
 
 _FREE = {

@@ -103,7 +103,7 @@ def _evaluate(
 
 def _lines(values: dict[str, Any]) -> list[str]:
     """A line for each of the three rows, then what they say."""
-    from ...files.tables import table
+    from ...files import table
 
     published = {"fid": "FID", "inception_score": "inception", "clip_score": "CLIP"}
     published = {key: head for key, head in published.items() if key in values["rows"]["teacher"]}

@@ -40,7 +40,7 @@ def lora(
             raise OutputError(f"--out {out} is there already: name a new file")
         from safetensors.torch import save
 
-        from ...files.whole import write_whole
+        from ...files import write_whole
         from ..lora import lora_for
 
         with warnings.catch_warnings(record=True) as caught:

@@ -82,7 +82,7 @@ def analyse(
         with Bars(console, not as_json).running():
             taken = _measure_units(loaded, width, height, rates)
         if plot is not None:
-            from ...files.whole import write_whole
+            from ...files import write_whole
             from ..analysis_plot import analysis_png
 
             write_whole(analysis_png(taken, _title(model), "predicted" if rates else "measured"), plot)

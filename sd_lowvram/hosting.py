@@ -11,11 +11,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import BadInputError, OutputError
+from .errors import BadInputError, OutputError
 
 NAME = "sd-lowvram"
 _MARK = ".installed-by-sd-lowvram"
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parent
 _DATA = "host"
 """The folder of the package's data in which a wheel carries the adapters."""
 

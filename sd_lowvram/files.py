@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the program or the machine."""
+"""Files that are there whole or not at all, whatever ends the program or the machine; version and Markdown tables."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+__version__ = "0.1.0"
+"""The version, which files and machines are compared by."""
 
 _BEGIN, _END = ".sd-lowvram-", ".part"
 """Beginning and end of the names of temporary files."""
@@ -73,3 +76,10 @@ def _keep_name(folder: Path) -> None:
 def write_json(value: Any, path: Path) -> None:
     """Write plain values as JSON, like :func:`write_whole`."""
     write_whole(json.dumps(value, indent=1).encode() + b"\n", path)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a Markdown table."""
+    yield f"| {' | '.join(heads)} |"
+    yield "|" + "---|" * len(heads)
+    yield from (f"| {' | '.join(row)} |" for row in rows)

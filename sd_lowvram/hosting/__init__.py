@@ -1,1 +1,0 @@
-"""Common parts of the adapters for all hosts."""
