@@ -64,14 +64,14 @@ install: $(VENV)/.standalone
 # In two processes, which is what most of the tests, Python's own work, can use. Rare and slow ones are left to test-all.
 WHICH = -m "not rare"
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(WHICH)
-ROOMS := $(wildcard tests/benchmarks tests/unets tests/batches)
+ROOMS := $(wildcard tests/benchmarks tests/unets tests/batches tests/approximate)
 test: lint test-core
 
 .PHONY: test-core
 test-core: $(VENV)/.gradio
 	$(PYTEST) $(ROOMS:%=--ignore=%)
 
-# Of measurements, smaller UNets and batches, which the package runs without.
+# Of measurements, smaller UNets, batches and approximate settings, which the package runs without.
 test-rooms: $(VENV)/.gradio
 	$(PYTEST) $(ROOMS)
 

@@ -1,5 +1,5 @@
-"""Registration of extensions: knobs with their hooks, attention backends, model families, model classes, commands,
-nodes, crews.
+"""Registration of extensions: knobs with their hooks, choices of knobs, attention backends, model families, model
+classes, commands, nodes, crews.
 
 :func:`register` is the one call for all of them, for the package's own optional parts and for other packages. Callers
 are found in two ways:
@@ -23,13 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BadInputError
-from .knob import Knob
+from .knob import Choice, Knob
 
 GROUP = "sd_lowvram"
 """The group of entry points."""
 
 KNOBS: dict[str, Knob] = {}
 """Knobs in addition to those of :class:`~sd_lowvram.settings.Settings`, by name."""
+
+CHOICES: dict[str, Choice] = {}
+"""Further choices of our knobs, by knob and value: "vae_tiles=fast"."""
 
 ATTENTION_BACKENDS: dict[str, Any] = {}
 """Further choices of ``attention``: :class:`~sd_lowvram.kernels.attention.backend.AttentionBackend` by name."""
@@ -56,6 +59,7 @@ CREWS: dict[str, Callable[..., Any]] = {}
 
 _PLACES: dict[str, dict[str, Any]] = {
     "knob": KNOBS,
+    "choice": CHOICES,
     "attention backend": ATTENTION_BACKENDS,
     "family": FAMILIES,
     "class": CLASSES,
@@ -72,6 +76,7 @@ _found = threading.Event()
 def register(
     *,
     knobs: Mapping[str, Knob] | None = None,
+    choices: Mapping[str, Choice] | None = None,
     attention_backends: Mapping[str, Any] | None = None,
     families: Mapping[str, Any] | None = None,
     classes: Mapping[str, Callable[[], Any]] | None = None,
@@ -85,6 +90,7 @@ def register(
     Args:
         knobs: declarations whose ``hook`` is a function ``(anatomy, settings, device) -> patches``. Settings take them
             by name, ``Settings(toy=3)``; command line, nodes and panel show them; plans and their cache store them.
+        choices: :class:`~sd_lowvram.knob.Choice` by knob and value, "vae_tiles=fast", each with its hook.
         attention_backends: :class:`~sd_lowvram.AttentionBackend` by name: a function of queries, keys and values, and
             the facts that a plan needs. Each becomes a choice of the knob ``attention``.
         families: :class:`~sd_lowvram.models.anatomy.Family` by name: the parts of models and how they are called.
@@ -101,7 +107,9 @@ def register(
         BadInputError: a name is registered already; nothing is added then.
     """
     additions = dict(
-        zip(_PLACES, (knobs, attention_backends, families, classes, unets, nodes, commands, crews), strict=True)
+        zip(
+            _PLACES, (knobs, choices, attention_backends, families, classes, unets, nodes, commands, crews), strict=True
+        )
     )
     with _lock:
         for kind, added in additions.items():

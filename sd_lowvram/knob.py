@@ -104,6 +104,21 @@ ANY = ("*",)
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A registered value of a knob.
+
+    Attributes:
+        hook: function ``(anatomy, settings, device) -> patches``; not read if the knob has one hook for all values.
+        help, when: endings of the knob's texts, without the value's name.
+    """
+
+    fidelity: Fidelity
+    hook: Callable[..., Any] | str = ""
+    help: str = ""
+    when: str = ""
+
+
+@dataclass(frozen=True)
 class Knob:
     """A setting: its texts for the surfaces, its facts for planning, and its hook.
 
@@ -122,7 +137,7 @@ class Knob:
         closed: value that an undecided knob has until then; None: undecided.
         when: when the knob helps, and what it costs.
         place: position in the fixed order that payloads and saved workflows rely on. A new knob of ours takes the next
-            one; registered knobs come last.
+            one; registered knobs of other packages come last.
     """
 
     label: str
@@ -134,7 +149,7 @@ class Knob:
     unit: str = ""
     surfaces: tuple[str, ...] = SURFACES
     stages: tuple[str, ...] | None = None
-    hook: str | Mapping[str, str] | Callable[..., Any] = ""
+    hook: str | Mapping[str, str | Callable[..., Any]] | Callable[..., Any] = ""
     depth: Depth = Depth.CALLS
     acts: Mapping[Act, tuple[str, ...]] = field(default_factory=dict)
     excludes: Mapping[Act, tuple[str, ...]] = field(default_factory=dict)
@@ -173,10 +188,18 @@ class Knob:
         """Fidelity of the knob with ``value``."""
         return self.fidelity[value] if isinstance(self.fidelity, Mapping) else self.fidelity
 
-    def with_choices(self, more: Mapping[str, Fidelity]) -> Knob:
-        """Return this knob with registered choices added, each with its fidelity."""
-        fidelity = {choice: self.fidelity_of(choice) for choice in self.choices} | dict(more)
-        return replace(self, choices=tuple(fidelity), fidelity=fidelity) if more else self
+    def with_choices(self, more: Mapping[str, Choice]) -> Knob:
+        """Return this knob with registered choices added."""
+        if not more:
+            return self
+        fidelity = {choice: self.fidelity_of(choice) for choice in self.choices}
+        fidelity |= {name: choice.fidelity for name, choice in more.items()}
+        hook = self.hook
+        if isinstance(hook, Mapping):
+            hook = {**hook, **{name: choice.hook for name, choice in more.items()}}
+        help = "; ".join([self.help, *(f"{name}: {choice.help}" for name, choice in more.items() if choice.help)])
+        when = ", ".join([self.when, *(f"{name} {choice.when}" for name, choice in more.items() if choice.when)])
+        return replace(self, choices=tuple(fidelity), fidelity=fidelity, hook=hook, help=help, when=when)
 
     def hook_of(self, value: Any) -> str | Callable[..., Any]:
         """Return the hook that ``value`` requests: the name of a module, a function, or "" for none."""

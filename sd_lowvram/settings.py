@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import doors
 from .errors import SettingsError
-from .knob import SURFACES, Act, Fidelity, Knob
+from .knob import SURFACES, Act, Choice, Fidelity, Knob
 from .knobs.activations import ActivationsKnobs
 from .knobs.attention import AttentionKnobs
 from .knobs.autoencoder import AutoencoderKnobs
@@ -155,9 +155,9 @@ Settings.__init__ = _with_registered(Settings.__init__)  # type: ignore[method-a
 
 
 def knobs() -> dict[str, Knob]:
-    """Every knob by name, in the order that saved workflows rely on; registered knobs and choices come last."""
+    """Every knob by name, in the order that saved workflows rely on; registered knobs without a place come last."""
     doors.find()
-    registered = (*doors.KNOBS.items(), *doors.ATTENTION_BACKENDS.items())
+    registered = (*doors.KNOBS.items(), *doors.CHOICES.items(), *doors.ATTENTION_BACKENDS.items())
     return dict(_knobs(tuple((name, id(item)) for name, item in registered)))
 
 
@@ -166,9 +166,11 @@ def _knobs(_: Any) -> dict[str, Knob]:
     ours: dict[str, Knob] = {
         field.name: field.metadata["knob"] for field in dataclasses.fields(Settings) if field.metadata
     }
-    ours = dict(sorted(ours.items(), key=lambda item: item[1].place))
-    theirs = {name: backend.fidelity for name, backend in doors.ATTENTION_BACKENDS.items()}
-    return ours | {"attention": ours["attention"].with_choices(theirs)} | doors.KNOBS
+    more = {f"attention={name}": Choice(backend.fidelity) for name, backend in doors.ATTENTION_BACKENDS.items()}
+    for written, choice in (doors.CHOICES | more).items():
+        name, _, value = written.partition("=")
+        ours[name] = ours[name].with_choices({value: choice})
+    return dict(sorted((ours | doors.KNOBS).items(), key=lambda item: item[1].place))
 
 
 def acts(settings: Settings) -> frozenset[Act]:

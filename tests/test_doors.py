@@ -21,7 +21,7 @@ import sd_lowvram
 from sd_lowvram import AttentionBackend, Fidelity, Knob, Settings, attached, doors, optimize, register, restore
 from sd_lowvram.checkpoints.safetensors_header import Header, TensorEntry
 from sd_lowvram.commands import examination
-from sd_lowvram.errors import BadInputError, CheckpointError, ConflictError, NoSiteError, SettingsError
+from sd_lowvram.errors import BadInputError, CheckpointError, NoSiteError, SettingsError
 from sd_lowvram.kernels.attention.choice import choose_backend
 from sd_lowvram.kernels.attention.registry import available_backends
 from sd_lowvram.patches import Patch, wrap
@@ -282,9 +282,6 @@ def test_a_strangers_layers_go_by_strips_and_chunks_and_in_8_bits() -> None:
     with attached(unet, Settings(weight_storage="int8"), device="cpu"):
         assert resnet.conv1.weight.dtype == torch.int8
         assert tiny.relative_error(unet(*given, return_dict=False)[0], before) < 0.03
-    with pytest.raises(ConflictError, match=r"merge_tokens.*Behind.*UNet") as told:
-        attached(unet, Settings(merge_tokens=50), device="cpu").__enter__()
-    assert "merge_tokens" in str(told.value)
     assert torch.equal(unet(*given, return_dict=False)[0], before)
 
 

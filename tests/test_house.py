@@ -82,7 +82,7 @@ def _said(node: ast.expr) -> str:
 def test_no_error_that_painters_read_has_python_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that panel, nodes and HTTP can meet, once their door has errors speak plainly."""
     monkeypatch.setattr(errors.LowVRAMError, "spoken_plainly", True)
-    rooms = ("hooks", "streaming", "kernels", "planning", "models", "memory", "devices", "tracing")
+    rooms = ("hooks", "streaming", "kernels", "planning", "models", "memory", "devices", "tracing", "approximate")
     files = [one for room in rooms for one in (PACKAGE / room).rglob("*.py")]
     files += [one for folder in (PACKAGE, ROOT / "nodes", ROOT / "webui_ext") for one in folder.glob("*.py")]
     told, found = [], 0

@@ -41,7 +41,7 @@ PATCHES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "current directory": lambda patch: patch.chdir(Path(__file__).parent),
     "sys.path": lambda patch: patch.syspath_prepend(Path(__file__).parent / "left"),
     "sys.modules['sd_lowvram.units']": lambda patch: patch.delitem(sys.modules, "sd_lowvram.units"),
-    "sd_lowvram.doors.KNOBS: 0 -> 1": lambda patch: patch.setitem(doors.KNOBS, "left", None),
+    "sd_lowvram.doors.FAMILIES: 0 -> 1": lambda patch: patch.setitem(doors.FAMILIES, "left", None),
     "patched torch.nn.functional.relu": lambda patch: patch.setattr(F, "relu", F.gelu),
     "patched torch.nn.modules.module.Module.forward": lambda patch: patch.setattr(torch.nn.Module, "forward", None),
     "patched sd_lowvram.planning.search.Settings": lambda patch: patch.setattr(search, "Settings", None),

@@ -277,7 +277,6 @@ def test_a_dropped_target_is_freed(pipe: Any) -> None:
         ("text_encoder", Settings(attention="sliced")),
         ("text_encoder", Settings(channels_last=True)),
         ("unet", Settings(vae_tiles="exact")),
-        ("unet", Settings(vae_tiles="fast")),
         ("unet", Settings(vae_slices=True)),
         ("unet", Settings(decoder_device="cpu")),
     ],

@@ -190,11 +190,9 @@ def test_what_excludes_what_is_refused_in_one_sentence() -> None:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"compile": "whole", "deep_cache": 2},
         {"compile": "regional", "winograd": True},
         {"traced": True, "packed_weights": True},
         {"cuda_graphs": True, "deterministic": True},
-        {"deep_cache": 2, "offload": "layer"},
         {"packed_weights": True, "weight_storage": "int8"},
     ],
     ids=str,

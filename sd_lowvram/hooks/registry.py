@@ -16,6 +16,7 @@ import torch
 
 from ..devices.support import check_streaming, support_of
 from ..errors import NoSiteError, SettingsError
+from ..knob import Act
 from ..models.anatomy import Anatomy
 from ..models.calls import CONTROL_STAGE, TEXT_STAGE
 from ..patches import Change, Patch
@@ -117,6 +118,23 @@ def checked(settings: Settings, anatomy: Anatomy, device: torch.device) -> Setti
         if hasattr(home, "checked"):
             settings = home.checked(anatomy, settings, device)
     return settings
+
+
+def skipped_layers(anatomy: Anatomy, settings: Settings, steps: int) -> tuple[frozenset[str], float]:
+    """Paths of the denoiser's modules that do not run at every step, and the share of ``steps`` in which they do not.
+
+    The hook of a knob that skips layers has this function, too.
+
+    Args:
+        anatomy: of the target.
+        settings: decided knobs.
+        steps: of the run.
+    """
+    for _, knob, value in settings.decided():
+        if Act.SKIPS_LAYERS in knob.acts_of(value):
+            found: tuple[frozenset[str], float] = _home(knob.hook_of(value)).skipped_layers(anatomy, settings, steps)
+            return found
+    return frozenset(), 0.0
 
 
 def _is_about_weights(offer: Offer) -> bool:

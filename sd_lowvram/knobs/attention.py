@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..knob import ANY, Act, Depth
-from .declaring import APPROXIMATE, ATTENDING, DENOISE, IN_BLOCKS, ROUNDING, STATEFUL, declared
+from .declaring import ATTENDING, IN_BLOCKS, ROUNDING, declared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +45,4 @@ class AttentionKnobs:
         hook="numbers.attention",
         depth=Depth.COMPUTES,
         acts=IN_BLOCKS | {Act.COPIES_TO_HOST: ANY},  # it asks the device which kernel proved itself
-    )
-    merge_tokens: int | None = declared(
-        place=24,
-        label="Merge similar parts, up to",
-        help="compute similar parts of the picture together in self-attention, up to this share of it; more is faster "
-        "and farther from the original picture",
-        when="large pictures, if self-attention takes most of the time; another picture",
-        maximum=75,
-        unit="%",
-        fidelity=APPROXIMATE,
-        stages=DENOISE,
-        hook="approximate.merge_tokens",
-        depth=Depth.COMPUTES,
-        acts=STATEFUL,
     )

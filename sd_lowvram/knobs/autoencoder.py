@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..knob import ANY, Act, Depth
-from .declaring import APPROXIMATE, AUTOENCODER, BITWISE, ROUNDING, declared
+from .declaring import AUTOENCODER, BITWISE, ROUNDING, declared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +26,12 @@ class AutoencoderKnobs:
         place=7,
         opened_with="strips",
         label="Decode in parts",
-        help="exact: strips that fit together without seams or colour shift; fast: overlapping tiles, blended, "
-        "which may show",
-        when="large pictures, if the decode is the peak; exact takes little time while the unfinished picture is held, "
-        "fast takes less, changes tones and leaves seams",
-        choices=("off", "exact", "fast"),
-        fidelity={"off": BITWISE, "exact": ROUNDING, "fast": APPROXIMATE},
+        help="exact: strips that fit together without seams or colour shift",
+        when="large pictures, if the decode is the peak; exact takes little time while the unfinished picture is held",
+        choices=("off", "exact"),
+        fidelity={"off": BITWISE, "exact": ROUNDING},
         stages=AUTOENCODER,
-        hook={"off": "pieces.vae_whole", "exact": "pieces.vae_exact", "fast": "approximate.vae_fast"},
+        hook={"off": "pieces.vae_whole", "exact": "pieces.vae_exact"},
         depth=Depth.TILES,
         acts={Act.MAKES_STRIPS: ("exact",)},
     )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ..knob import ANY, Act, Depth
 from .declaring import (
-    APPROXIMATE,
     AUTOENCODER,
     BITWISE,
     DENOISE,
@@ -41,32 +40,6 @@ class SpeedKnobs:
         hook="numbers.fused_kernels",
         depth=Depth.COMPUTES,
         acts=IN_BLOCKS | {Act.FUSES: ANY},
-    )
-    deep_cache: int | None = declared(
-        place=22,
-        label="Reuse deep features every N steps",
-        help="compute the model's deep layers only every N steps and reuse their results in between; more is faster "
-        "and farther from the original picture",
-        when="samplers with many steps; another picture, and memory for the stored results",
-        minimum=2,
-        maximum=100,
-        fidelity=APPROXIMATE,
-        stages=DENOISE,
-        hook="approximate.deep_cache",
-        depth=Depth.SKIPS,
-        acts={Act.SKIPS_LAYERS: ANY, Act.KEEPS_STATE: ANY},
-        excludes={Act.STREAMS_WEIGHTS: ANY},
-    )
-    deep_cache_branch: int | None = declared(
-        place=23,
-        label="Outer layers in every step",
-        help="number of outer layers that run in every step while deep features are reused; more is slower and closer "
-        "to the original picture",
-        when="with deep_cache; more is closer and slower",
-        minimum=0,
-        maximum=100,
-        fidelity=APPROXIMATE,
-        stages=DENOISE,
     )
     compile: str | None = declared(
         place=25,

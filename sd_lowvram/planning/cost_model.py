@@ -18,10 +18,10 @@ import torch
 from ..devices.compiling import Compiling, compiling_of
 from ..devices.disk import ASSUMED
 from ..devices.performance import MEASURED_GAINS, THIS
-from ..hooks.approximate.deep_cache import skipped_layers
 from ..hooks.numbers.fused_kernels import kernels_in
 from ..hooks.numbers.half_products import products_that_overflow
 from ..hooks.numbers.precision import Arithmetic, arithmetic, fidelity_of_knobs, widened
+from ..hooks.registry import skipped_layers
 from ..hooks.replay.compiled import is_compiled, kinds_of, were_compiled
 from ..knob import Act
 from ..memory.caching_allocator import SMALL

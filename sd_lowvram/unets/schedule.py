@@ -17,6 +17,7 @@ import torch
 
 from ..api import Size, attach_plan
 from ..errors import BadInputError, BudgetError
+from ..knob import Act
 from ..patches import set_patch, wrap
 from ..planning.plan import Plan
 from ..planning.request import Request, RunOptions, request_for
@@ -255,11 +256,12 @@ def check_parts(pipe: Any, parts: Sequence[Part]) -> None:
 
 def check_settings(settings: Settings) -> None:
     """Raise BadInputError if ``settings`` request something that stores one UNet's results for the next step."""
-    if settings.deep_cache is not None:
-        raise BadInputError(
-            f"deep_cache={settings.deep_cache} and a schedule of UNets exclude each other: deep features of one UNet "
-            "are none of the other's"
-        )
+    for name, knob, value in settings.decided():
+        if Act.SKIPS_LAYERS in knob.acts_of(value):
+            raise BadInputError(
+                f"{name}={value} and a schedule of UNets exclude each other: deep features of one UNet are none of the "
+                "other's"
+            )
     if settings.cuda_graphs:
         raise BadInputError(
             "cuda_graphs and a schedule of UNets exclude each other: what is recorded of a UNet lies on the device "

@@ -42,9 +42,7 @@ def test_a_plan_knows_what_recording_gains_and_takes() -> None:
     assert planned(side=1024).settings.cuda_graphs
 
 
-@pytest.mark.parametrize(
-    "knobs", [{"park_skips": True}, {"deep_cache": 2}, {"offload": "layer"}, {"offload": "component"}]
-)
+@pytest.mark.parametrize("knobs", [{"park_skips": True}, {"offload": "layer"}, {"offload": "component"}])
 def test_what_does_not_go_with_it_is_named_before_any_work(knobs: dict[str, Any]) -> None:
     name, value = next(iter(knobs.items()))
     with pytest.raises(SettingsError, match=f"cuda_graphs=True .*{name}={value!r}"):

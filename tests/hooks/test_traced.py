@@ -112,7 +112,7 @@ def test_gradients_go_through(followed: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     "knobs",
-    [{"compile": "regional"}, {"offload": "component"}, {"feed_forward_chunks": 2}, {"deep_cache": 2}],
+    [{"compile": "regional"}, {"offload": "component"}, {"feed_forward_chunks": 2}],
 )
 def test_what_does_not_go_with_it_is_named(knobs: dict[str, Any]) -> None:
     name, value = next(iter(knobs.items()))

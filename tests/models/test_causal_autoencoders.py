@@ -196,8 +196,6 @@ def test_what_is_no_numbers_is_refused() -> None:
 
 def test_what_does_not_suit_is_refused_by_name() -> None:
     vae = small("qwen")
-    with pytest.raises(NoSiteError, match="AutoencoderKLQwenImage"):
-        sd_lowvram.plan(vae, vram="1GB", width=64, height=64, settings=Settings(vae_tiles="fast"))
     for latents in (torch.zeros(1, 16, 8, 8), torch.zeros(1, 4, 1, 8, 8), torch.zeros(1, 16, 0, 8, 8)):
         with pytest.raises(BadInputError, match=r"\(N, 16.*width\)"):
             decode(vae, latents)

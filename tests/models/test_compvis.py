@@ -209,15 +209,6 @@ def test_autoencoder(settings: dict[str, Any], sites: dict[str, int]) -> None:
         assert tiny.relative_error(ours, expected) < 1e-5
 
 
-def test_autoencoder_in_fast_tiles_is_another_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd_lowvram.hooks.approximate.vae_fast.TILE", 16)
-    monkeypatch.setattr("sd_lowvram.hooks.approximate.vae_fast.OVERLAP", 4)
-    with attached(vae(), Settings(vae_tiles="fast"), device="cpu"):
-        result = both(vae())
-    for ours, expected in zip(result, plainly(), strict=True):
-        assert ours.shape == expected.shape and 1e-4 < tiny.relative_error(ours, expected) < 0.5
-
-
 def test_decode_and_encode_within_a_budget() -> None:
     noise = torch.Generator().manual_seed(2)
     pixels = sd_lowvram.decode(vae(), torch.randn(LATENTS, generator=noise), device="cpu")

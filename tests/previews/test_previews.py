@@ -12,11 +12,11 @@ import torch
 from torch.nn.functional import adaptive_avg_pool2d
 from typer.testing import CliRunner
 
+from sd_lowvram import files
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.checkpoints.schedulers import SCHEDULERS, set_scheduler
 from sd_lowvram.cli import app
 from sd_lowvram.demo import COLOURS_PATH
-from sd_lowvram.files import whole
 from sd_lowvram.previews import colours
 from sd_lowvram.previews.prediction import show_predictions
 
@@ -86,7 +86,7 @@ def test_another_models_map_is_fitted_once(monkeypatch, tmp_path):
 
 def test_generate(tmp_path, monkeypatch):
     """Next to each picture a preview of its size, gone at the end; the picture and its saved latents are as without."""
-    seen, write = [], whole.write_whole
+    seen, write = [], files.write_whole
 
     def watched(data: bytes, path: Path) -> None:
         write(data, path)

@@ -22,6 +22,7 @@ from sd_lowvram.patches import Change
 from sd_lowvram.planning.cost_model import Pricing
 from sd_lowvram.planning.request import Request
 from sd_lowvram.session import anatomy_of
+from sd_lowvram.settings import knobs
 from sd_lowvram.streaming.engine import Stream
 from sd_lowvram.streaming.host_weights import host_budget, mapped_bytes
 from sd_lowvram.streaming.timing import StepTiming
@@ -61,7 +62,7 @@ RESIDENT: dict[str, Settings] = {
     "exact, held": Settings(vae_tiles="exact", vae_map="held", vae_strip_mib=1),
     "exact, parked": Settings(vae_tiles="exact", vae_map="parked", vae_strip_mib=1),
     "exact, recomputed": Settings(vae_tiles="exact", vae_map="recomputed", vae_strip_mib=1),
-    "tiles": Settings(vae_tiles="fast"),
+    **({"tiles": Settings(vae_tiles="fast")} if "fast" in knobs()["vae_tiles"].choices else {}),
     "decoder on the CPU": Settings(decoder_device="cpu"),
     "feed forward": Settings(feed_forward_chunks=2),
     "strips": Settings(residual_strips=2, transformer_chunks=2),

@@ -9,6 +9,8 @@ from ....nodes.interfaces import ModelPatcher
 from ....nodes.refusals import denoiser_of
 from ....nodes.sampling import wrappers_of
 from ...errors import BadInputError
+from ...knob import Act
+from ...settings import acts
 from ..turns import Turn
 
 _ALIKE = ("in_channels", "out_channels", "context_dim", "adm_in_channels")
@@ -59,7 +61,7 @@ def _check_deep_cache(model: ModelPatcher, turns: Sequence[Turn]) -> None:
     """Deep features that are used again between steps belong to the steps before them: a turn must not come again."""
     names = [name for name, _ in turns]
     again = len({*names}) < len(names)
-    if again and any(wrapper.settings.deep_cache is not None for wrapper in wrappers_of(model)):
+    if again and any(Act.SKIPS_LAYERS in acts(wrapper.settings) for wrapper in wrappers_of(model)):
         raise BadInputError(
             "deep_cache cannot go with a schedule in which a model has more than one turn: its features would be those "
             "of many steps before; set deep_cache to 0 in Low VRAM Settings, or give each model one turn"

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.private import tree_map
-from ...errors import NoSiteError, SettingsError
-from ...memory.fake_mode import active_fake_mode
-from ...models.anatomy import Anatomy
-from ...patches import Patch, wrap
-from ...settings import Settings
-from ...weights import needs_graph
+from ..compat.private import tree_map
+from ..errors import NoSiteError, SettingsError
+from ..memory.fake_mode import active_fake_mode
+from ..models.anatomy import Anatomy
+from ..patches import Patch, wrap
+from ..settings import Settings
+from ..weights import needs_graph
 
 _MOST_CALLS = 8
 """Largest number of calls of a denoiser at one step, each with its own conditions, that are distinguished."""
@@ -44,7 +44,7 @@ def deep_cache(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
         SettingsError: its UNet has no such branch.
     """
     deep = deep_modules(anatomy, settings)
-    reuse = _Reuse(anatomy.components[anatomy.denoiser or ""], settings.deep_cache or 1)
+    reuse = _Reuse(anatomy.components[anatomy.denoiser or ""], _number(settings, "deep_cache") or 1)
     for number, module in enumerate(deep):
         around = functools.partial(reuse.around_module, module, number, number == len(deep) - 1)
         yield wrap(module, "forward", around, "deep_cache")
@@ -52,6 +52,18 @@ def deep_cache(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
     for name, component in anatomy.components.items():
         for entry in anatomy.entries[name] if name in calls else ():
             yield wrap(component, entry, calls[name], "deep_cache")
+
+
+def _number(settings: Settings, name: str) -> int:
+    return settings.as_dict()[name] or 0
+
+
+def skipped_layers(anatomy: Anatomy, settings: Settings, steps: int) -> tuple[frozenset[str], float]:
+    """Paths of the modules that do not run at every step, and the share of ``steps`` in which they do not."""
+    deep = set(deep_modules(anatomy, settings))
+    modules = anatomy.components[anatomy.denoiser or ""].named_modules()
+    full = -(-steps // _number(settings, "deep_cache")) / steps
+    return frozenset(path for path, module in modules if module in deep), 1 - full
 
 
 def deep_modules(anatomy: Anatomy, settings: Settings) -> tuple[nn.Module, ...]:
@@ -64,7 +76,7 @@ def deep_modules(anatomy: Anatomy, settings: Settings) -> tuple[nn.Module, ...]:
     Raises:
         NoSiteError, SettingsError: as :func:`deep_cache`.
     """
-    path, branch = anatomy.unet_path, settings.deep_cache_branch or 0
+    path, branch = anatomy.unet_path, _number(settings, "deep_cache_branch")
     if path is None:
         raise NoSiteError("deep cache: the model has no UNet")
     most = len(path.makers) - 2
@@ -75,14 +87,6 @@ def deep_modules(anatomy: Anatomy, settings: Settings) -> tuple[nn.Module, ...]:
     places = {module: place for place, module in enumerate(path.modules)}
     first, last = places[path.makers[branch]], places[upwards[-1 - branch]]
     return path.modules[first + 1 : last]
-
-
-def skipped_layers(anatomy: Anatomy, settings: Settings, steps: int) -> tuple[frozenset[str], float]:
-    """Paths of the modules that do not run at every step, and the share of ``steps`` in which they do not."""
-    deep = set(deep_modules(anatomy, settings))
-    modules = anatomy.components[anatomy.denoiser or ""].named_modules()
-    full = -(-steps // (settings.deep_cache or 1)) / steps
-    return frozenset(path for path, module in modules if module in deep), 1 - full
 
 
 class _Reuse:

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import ConflictError, NoSiteError
-from ...models.anatomy import Anatomy
-from ...models.interfaces import MapAttention
-from ...patches import Patch, wrap
-from ...settings import Settings
-from ...weights import needs_graph
+from ..errors import ConflictError, NoSiteError
+from ..models.anatomy import Anatomy
+from ..models.interfaces import MapAttention
+from ..patches import Patch, wrap
+from ..settings import Settings
+from ..weights import needs_graph
 
 _CONTEXTS = ("encoder_hidden_states", "context", "attention_mask", "mask", "value")
 _SCORES = 1 << 24
@@ -56,7 +56,7 @@ def merge_tokens(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
             f"merge_tokens cannot go with the {type(in_place).__name__} of this UNet, which needs every token at its "
             "place: leave merge_tokens off"
         )
-    merging = _Merging((settings.merge_tokens or 0) / 100)
+    merging = _Merging((settings.as_dict()["merge_tokens"] or 0) / 100)
     for entry in anatomy.entries[denoiser]:
         yield wrap(anatomy.components[denoiser], entry, merging.step, "merge_tokens")
     for attention in (block.get_submodule("attn1") for block in blocks):

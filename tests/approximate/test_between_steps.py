@@ -14,9 +14,9 @@ import tiny
 import torch
 
 from sd_lowvram import Settings, attached, plan
+from sd_lowvram.approximate.merge_tokens import merge_by_likeness
 from sd_lowvram.checkpoints.load import load_pipeline
-from sd_lowvram.errors import NoSiteError, SettingsError
-from sd_lowvram.hooks.approximate.merge_tokens import merge_by_likeness
+from sd_lowvram.errors import ConflictError, NoSiteError, SettingsError
 
 FAMILIES = ("diffusers", "ldm")
 
@@ -121,6 +121,9 @@ def test_what_is_kept_goes_when_the_decoder_runs():
             SettingsError,
             "offload=.layer.",
         ),
+        (Settings(deep_cache=2, compile="whole"), SettingsError, "compile=.whole."),
+        (Settings(deep_cache=2, traced=True), SettingsError, "traced=True"),
+        (Settings(deep_cache=2, cuda_graphs=True), SettingsError, "cuda_graphs=True"),
     ],
 )
 def test_refused(unets, settings, error, words):
@@ -133,6 +136,21 @@ def test_refused(unets, settings, error, words):
 def test_no_unet(settings):
     with pytest.raises(NoSiteError), attached(tiny.pipeline("sd15").vae, settings, device="cpu"):
         pass
+
+
+class InPlace(torch.nn.Module):
+    """Attention that depends on where tokens are in the map."""
+
+    def in_chunks(self, norm: torch.nn.Module, tokens: torch.Tensor, chunks: int) -> torch.Tensor:
+        return tokens
+
+
+def test_attention_that_needs_every_token_at_its_place_is_named() -> None:
+    unet = tiny.tiniest().unet
+    next(module for module in unet.modules() if hasattr(module, "attn1")).attn1 = InPlace()
+    with pytest.raises(ConflictError, match=r"merge_tokens.*InPlace.*UNet"):
+        attached(unet, Settings(merge_tokens=50), device="cpu").__enter__()
+    assert "forward" not in vars(unet)
 
 
 def test_a_plan_counts_the_steps_that_are_short():

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import progress
-from ...errors import NoSiteError
-from ...models.anatomy import Anatomy
-from ...models.causal_autoencoder import sees_frames
-from ...patches import Patch
-from ...settings import Settings
+from .. import progress
+from ..errors import NoSiteError
+from ..models.anatomy import Anatomy
+from ..models.causal_autoencoder import sees_frames
+from ..patches import Patch
+from ..settings import Settings
 
 TILE, OVERLAP = 64, 16
 """Side of a tile and of what two neighbours share, in latent pixels: 512 and 128 pixels of the picture."""

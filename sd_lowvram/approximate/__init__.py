@@ -1,0 +1,1 @@
+"""Less work for another picture: reused features, merged tokens, blended tiles. No plan chooses them by itself."""

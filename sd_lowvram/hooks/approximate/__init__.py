@@ -1,1 +1,0 @@
-"""Less work for another picture: reused features, merged tokens, blended tiles."""
