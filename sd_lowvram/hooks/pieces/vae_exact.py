@@ -229,15 +229,19 @@ class _StripPass:
         statistics = [summary]
         for place in range(1, len(operations)):
             norm = operations[place].norm
-            gathered = Statistics(norm, self.fused) if norm is not None else None
+            gathered = self._statistics_of(norm)
             if gathered is not None:
                 self._sweep(x, None, operations[:place], statistics, None, gathered, operations[place].of_hidden)
             statistics.append(gathered)
         final = self.done == len(self.groups) - 1
         over = not final and not self.wraps and _keeps_shape(group)
-        gathered = Statistics(after, self.fused) if after is not None else None
+        gathered = self._statistics_of(after)
         sink = self._sweep(x, None, operations, statistics, x if over else "held" if final else "new", gathered)
         return gathered, sink
+
+    def _statistics_of(self, norm: nn.GroupNorm | None) -> Statistics | None:
+        """Statistics to gather for a normalisation, where there is one."""
+        return None if norm is None else Statistics(norm, self.fused)
 
     def _two_maps(
         self, x: AnyMap, statistics: Statistics | None, block: Residual, after: nn.GroupNorm | None
@@ -246,7 +250,7 @@ class _StripPass:
         first, second = first_half(block), second_half(block)
         inner = Statistics(block.norm2, self.fused)
         hidden = self._sweep(x, None, [first], [statistics], "new", inner, of_hidden=True)
-        gathered = Statistics(after, self.fused) if after is not None else None
+        gathered = self._statistics_of(after)
         sink = self._sweep(x, hidden, [second], [inner], "new" if self.wraps else hidden, gathered)
         return gathered, sink
 
@@ -270,10 +274,9 @@ class _StripPass:
         if sink is not None and sink in (x, hidden):
             place = 0 if sink is x else 1
             sink = readers[place] = Overwritten(sink, halo)
-        norms = [operation.norm for operation in operations] + [gathered.norm if gathered else None]
-        channels = max([x.shape[1], *(norm.num_channels for norm in norms if norm is not None)])
-        row_bytes = int(x.shape[0] * channels * width * self.itemsize * max(1, resize**-2))
-        rows = max(1, self.strip_bytes // row_bytes)
+        rows = self._rows(
+            x, [operation.norm for operation in operations] + [gathered.norm if gathered else None], resize
+        )
         cuts = list(even_spans(height, max(rows, min(halo, height)) if len(operations) > 2 else rows))
         final = sink == "held"
 
@@ -296,6 +299,13 @@ class _StripPass:
             self._report((number + 1) / len(cuts))
         return sink.map if isinstance(sink, Overwritten) else sink
 
+    def _rows(self, x: AnyMap, norms: Sequence[nn.GroupNorm | None], resize: float) -> int:
+        """Rows of a strip: its widest map at the normalisations may take the bytes of a strip."""
+        channels = max([x.shape[1], *(norm.num_channels for norm in norms if norm is not None)])
+        width = int(x.shape[3] * resize)
+        row_bytes = int(x.shape[0] * channels * width * self.itemsize * max(1, resize**-2))
+        return max(1, self.strip_bytes // row_bytes)
+
     @hold_weights()
     def _attention(
         self, x: AnyMap, statistics: Statistics | None, step: Attention, after: nn.GroupNorm | None
@@ -307,7 +317,7 @@ class _StripPass:
         cuts = list(even_spans(height, rows))
         held = self.watch.whole(functools.partial(self._keys_and_values, x, statistics, step, rows))
         compute = functools.partial(self._mix, x, statistics, step, held)
-        gathered = Statistics(after, self.fused) if after is not None else None
+        gathered = self._statistics_of(after)
         for number, (start, stop) in self._each(cuts):
             mixed = self.watch.rows(compute, start, stop)
             if gathered is not None:
