@@ -13,7 +13,7 @@ from ..hooks.replay.compiled import is_compiled
 from ..knob import Act
 from ..memory.limit import limits_reserved
 from ..models.calls import TEXT_STAGE
-from ..policies.named import OURS
+from ..policies import OURS
 from ..settings import Settings, acts
 from ..units import LONG, format_least, format_size
 from .cost_model import About

@@ -9,7 +9,7 @@ import torch
 
 from ..devices.performance import THIS, Rates
 from ..devices.this_machine import rates_of
-from ..policies.named import Pace
+from ..policies import Pace
 from ..streaming.simulator import CopyQueue
 from ..tracing.tracer import Figures
 from .stage_costs import Step

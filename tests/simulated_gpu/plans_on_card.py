@@ -470,7 +470,7 @@ def is_kept(figures: Sequence[float]) -> bool:
 
 def budget_lines(report: dict[str, Any]) -> Iterator[str]:
     """The report on budgets as Markdown."""
-    from sd_lowvram.files.tables import table
+    from sd_lowvram.files import table
 
     yield _BUDGETS_HEAD
     rows = [(Case(*row[:6]), row[6:]) for row in report["rows"]]
