@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -63,8 +64,8 @@ def test_another_process_does_not_trace_and_has_the_same_bits(folder: Path) -> N
 
 
 def test_kept_without_weights_and_bound_to_those_at_hand(folder: Path, followed: list[Any]) -> None:
-    passes(tiny.tiniest().unet)
-    other = tiny.tiniest().unet
+    passes(families.plain("sd15").unet)
+    other = families.plain("sd15").unet
     with torch.no_grad():
         for weight in other.parameters():
             weight.mul_(1.5)
@@ -77,17 +78,17 @@ def test_kept_without_weights_and_bound_to_those_at_hand(folder: Path, followed:
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "no archive"])
 def test_a_damaged_file_is_traced_anew_and_said(folder: Path, followed: list[Any], damage: str) -> None:
-    expected = passes(tiny.tiniest().unet)
+    expected = passes(families.plain("sd15").unet)
     (place,) = folder.iterdir()
     data = place.read_bytes()
     middle = data.index(b"aten::") if b"aten::" in data else data.index(b"torch.")
     changed = data[:middle] + bytes(byte ^ 1 for byte in data[middle : middle + 8]) + data[middle + 8 :]
     place.write_bytes({"cut": data[: len(data) // 2], "changed": changed, "empty": b"", "no archive": b"{}"}[damage])
     with logged("the stored trace of this model cannot be used .*traced again"):
-        found = passes(tiny.tiniest().unet)
+        found = passes(families.plain("sd15").unet)
     assert len(followed) == 2 and torch.equal(found[-1], expected[-1])
     with nothing_logged():
-        passes(tiny.tiniest().unet)
+        passes(families.plain("sd15").unet)
     assert len(followed) == 2, "what was written anew is whole"
 
 
@@ -97,21 +98,21 @@ def test_another_torch_is_said_and_traced_anew(
     with monkeypatch.context() as then:
         then.setattr(kept_traces, "versions", lambda: {"torch": "2.0.9"})
         then.setattr(kept_traces, "code_digest", lambda: "of 2.0.9")
-        passes(tiny.tiniest().unet)
+        passes(families.plain("sd15").unet)
     with logged("cannot be used .it is of torch 2.0.9.*It is traced again"):
-        passes(tiny.tiniest().unet)
+        passes(families.plain("sd15").unet)
     assert len(followed) == 2 and len(list(folder.iterdir())) == 1
     monkeypatch.setattr(kept_traces, "code_digest", lambda: "of other code")
     with logged("of another version of sd-lowvram"):
-        passes(tiny.tiniest().unet)
+        passes(families.plain("sd15").unet)
     assert len(followed) == 3
 
 
 def test_other_settings_sizes_and_configurations_are_other_traces(folder: Path, followed: list[Any]) -> None:
-    passes(tiny.tiniest().unet)
-    passes(tiny.tiniest().unet, size=16)
-    passes(tiny.tiniest().unet, settings=Settings(traced=True, channels_last=True))
-    changed = tiny.tiniest().unet
+    passes(families.plain("sd15").unet)
+    passes(families.plain("sd15").unet, size=16)
+    passes(families.plain("sd15").unet, settings=Settings(traced=True, channels_last=True))
+    changed = families.plain("sd15").unet
     changed.mid_block.resnets[0].output_scale_factor = 2.0
     plain = passes(changed, settings=Settings())[0]
     assert tiny.relative_error(passes(changed)[-1], plain) < 1e-5
@@ -139,7 +140,7 @@ def with_a_tensor(unet: Any) -> None:
 
 @pytest.mark.parametrize("change", [patched, with_a_layer, with_a_tensor])
 def test_code_of_others_is_not_kept(folder: Path, followed: list[Any], change: Any) -> None:
-    unet = tiny.tiniest().unet
+    unet = families.plain("sd15").unet
     change(unet)
     plain = passes(unet, settings=Settings())[0]
     assert tiny.relative_error(passes(unet)[-1], plain) < 1e-5
@@ -147,7 +148,7 @@ def test_code_of_others_is_not_kept(folder: Path, followed: list[Any], change: A
 
 
 def test_settings_attached_beside_it_are_in_no_name_and_so_not_kept(folder: Path, followed: list[Any]) -> None:
-    unet = tiny.tiniest().unet
+    unet = families.plain("sd15").unet
     with attached(unet, Settings(channels_last=True), device="cpu"):
         passes(unet)
     assert len(followed) == 1 and not folder.exists()
@@ -159,5 +160,5 @@ def test_without_a_cache_it_is_traced_as_ever(
 ) -> None:
     monkeypatch.setenv("SD_LOWVRAM_CACHE", named)
     with nothing_logged():
-        first, second = passes(tiny.tiniest().unet), passes(tiny.tiniest().unet)
+        first, second = passes(families.plain("sd15").unet), passes(families.plain("sd15").unet)
     assert len(followed) == 2 and torch.equal(first[-1], second[-1]) and not folder.exists()

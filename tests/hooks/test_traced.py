@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -40,7 +41,7 @@ def draw(pipe: Any, size: int = 64, steps: int = 4) -> torch.Tensor:
 
 
 def test_optimised_run_and_restored(followed: list[Any]) -> None:
-    pipe = tiny.tiniest()
+    pipe = families.plain("sd15")
     plain, wide = draw(pipe), draw(pipe, 72)
     chosen = optimize(pipe, width=64, height=64, device="cpu", settings=TRACED)
     assert chosen.settings.traced and str(chosen.fidelity) == "rounding"
@@ -56,7 +57,7 @@ def test_optimised_run_and_restored(followed: list[Any]) -> None:
 
 
 def test_a_lora_is_traced_anew_and_acts(followed: list[Any]) -> None:
-    pipe = tiny.tiniest()
+    pipe = families.plain("sd15")
     before = draw(pipe)
     with attached(pipe, TRACED, device="cpu"):
         draw(pipe)
@@ -74,7 +75,7 @@ def test_a_lora_is_traced_anew_and_acts(followed: list[Any]) -> None:
 
 
 def test_what_cannot_be_traced_runs_as_it_is(followed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = tiny.tiniest()
+    pipe = families.plain("sd15")
     plain = draw(pipe)
 
     def failing(*_: Any, **__: Any) -> Any:
@@ -89,7 +90,7 @@ def test_what_cannot_be_traced_runs_as_it_is(followed: list[Any], monkeypatch: p
 
 
 def test_a_listener_inside_and_autocast_are_heeded(followed: list[Any]) -> None:
-    pipe, seen = tiny.tiniest(), list[int]()
+    pipe, seen = families.plain("sd15"), list[int]()
     hook = pipe.unet.mid_block.register_forward_hook(lambda *_: seen.append(1))
     with attached(pipe, TRACED, device="cpu"), logged("a foreign hook is on its layers"):
         draw(pipe)
@@ -102,7 +103,7 @@ def test_a_listener_inside_and_autocast_are_heeded(followed: list[Any]) -> None:
 
 
 def test_gradients_go_through(followed: list[Any]) -> None:
-    unet = tiny.tiniest().unet.requires_grad_(True)
+    unet = families.plain("sd15").unet.requires_grad_(True)
     given = torch.zeros(1, 4, 8, 8), torch.tensor(5), torch.ones(1, 7, unet.config.cross_attention_dim)
     with attached(unet, TRACED, device="cpu"):
         for _ in range(3):
@@ -117,9 +118,9 @@ def test_gradients_go_through(followed: list[Any]) -> None:
 def test_what_does_not_go_with_it_is_named(knobs: dict[str, Any]) -> None:
     name, value = next(iter(knobs.items()))
     with pytest.raises(SettingsError, match=f"{name}={value!r}"):
-        plan(tiny.tiniest(), width=64, height=64, device="cpu", settings=TRACED.filled(**knobs))
+        plan(families.plain("sd15"), width=64, height=64, device="cpu", settings=TRACED.filled(**knobs))
 
 
 def test_an_autoencoder_alone_has_none() -> None:
-    with pytest.raises(NoSiteError), attached(tiny.tiniest().vae, TRACED, device="cpu"):
+    with pytest.raises(NoSiteError), attached(families.plain("sd15").vae, TRACED, device="cpu"):
         pass

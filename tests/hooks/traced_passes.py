@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import families
 import tiny
 import torch
 
@@ -19,7 +20,7 @@ def main(size: int) -> None:
         return trace(*args, **kwargs)
 
     torch.jit.trace = counted
-    unet = tiny.tiniest().unet
+    unet = families.plain("sd15").unet
     given = torch.ones(1, 4, size, size), torch.tensor(5), torch.ones(1, 7, unet.config.cross_attention_dim)
     with torch.inference_mode():
         plain = unet(*given).sample
