@@ -184,10 +184,7 @@ def prompts(guider: Any, model_options: Mapping[str, Any]) -> int:
     At a scale of 1 the host leaves the negative ones out, unless the guider guides in a way of its own.
     """
     conds: Mapping[str, Any] = getattr(guider, "conds", None) or {}
-    scale, predicts = getattr(guider, "cfg", None), getattr(type(guider), "predict_noise", None)
-    own_way = predicts is not None and not _is_the_hosts(predicts)
-    left_out = not own_way and not model_options.get("disable_cfg1_optimization", False)
-    unguided = scale is not None and math.isclose(scale, 1.0) and left_out
+    unguided = _is_unguided(guider, model_options)
     if not conds:
         return 1 if unguided else GUIDED
     asked = [cond for name, some in conds.items() for cond in some or () if not (unguided and name == "negative")]
@@ -197,6 +194,13 @@ def prompts(guider: Any, model_options: Mapping[str, Any]) -> int:
 
 GUIDED = 2
 """Prompts for the whole picture, as long as nobody has said otherwise."""
+
+
+def _is_unguided(guider: Any, model_options: Mapping[str, Any]) -> bool:
+    scale, predicts = getattr(guider, "cfg", None), getattr(type(guider), "predict_noise", None)
+    own_way = predicts is not None and not _is_the_hosts(predicts)
+    left_out = not own_way and not model_options.get("disable_cfg1_optimization", False)
+    return scale is not None and math.isclose(scale, 1.0) and left_out
 
 
 def _is_the_hosts(predicts: Any) -> bool:

@@ -154,14 +154,7 @@ def report_text(record: PlanRecord) -> str:
         f"{_sampled(record)}, batch {request.batch}, budget {format_size(request.vram)}",
         f"{'':<9}{'allocated':>10}{'measured':>10}{'weights':>10}{'loaded':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
     ]
-    for name, plan in record.plans.items():
-        stage = stage_of(plan, name)
-        sizes = (stage.peak_bytes, peaks.get(name), stage.weights_bytes, record.kept.get(name), stage.host_bytes)
-        figures = "".join(f"{'-' if size is None else format_size(size):>10}" for size in sizes)
-        predicted = seconds_a_step(record) if name == "denoise" else stage.seconds
-        took = measured_step(record) if name == "denoise" else record.seconds.get(name)
-        row = "a step" if name == "denoise" else name
-        lines.append(f"{row:<9}{figures}{_seconds(predicted):>9}{_seconds(took):>10}")
+    lines += [_row(record, name, peaks.get(name)) for name in record.plans]
     if record.step_seconds:
         predicted = sum(record.step_calls) * _seconds_a_call(record)
         whole = f"{format_time(sum(record.step_seconds))} measured, {format_time(predicted)} predicted"
@@ -177,6 +170,17 @@ def report_text(record: PlanRecord) -> str:
     if record.sites:
         lines.append("sites: " + ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())))
     return "\n".join([*lines, *record.notes])
+
+
+def _row(record: PlanRecord, name: str, peak: int | None) -> str:
+    """The figures of a stage, or of one of its steps."""
+    stage = stage_of(record.plans[name], name)
+    sizes = (stage.peak_bytes, peak, stage.weights_bytes, record.kept.get(name), stage.host_bytes)
+    row, predicted, took = name, stage.seconds, record.seconds.get(name)
+    if name == "denoise":
+        row, predicted, took = "a step", seconds_a_step(record), measured_step(record)
+    figures = "".join(f"{'-' if size is None else format_size(size):>10}" for size in sizes)
+    return f"{row:<9}{figures}{_seconds(predicted):>9}{_seconds(took):>10}"
 
 
 def _reserved(record: PlanRecord) -> Iterator[str]:

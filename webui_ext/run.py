@@ -428,11 +428,17 @@ def follow(p: Any, model: Any, width: int, height: int, batch: int, passes: int,
         requested, width=width, height=height, batch=batch, passes=passes, steps=steps or requested.steps
     )
     chosen = _owners[-1].chosen if running is None else running.chosen
-    comes_back = serves(p) and running is not None and running.serves is not _now()
     tiled = not chosen.get("tiled") and host.tiled_by_others(model)
-    if running is None or running.model is not model or picture.load > running.picture.load or comes_back or tiled:
+    if tiled or running is None or _is_outgrown(running, p, model, picture):
         with _answers(picture):
             start(model, {**chosen, "tiled": True} if tiled else chosen, picture, fallback_steps())
+
+
+def _is_outgrown(running: _Running, p: Any, model: Any, picture: Generation) -> bool:
+    """True if what is attached was planned for another model, a smaller picture, or another ``p``."""
+    if running.model is not model or picture.load > running.picture.load:
+        return True
+    return bool(serves(p)) and running.serves is not _now()
 
 
 def stop() -> None:

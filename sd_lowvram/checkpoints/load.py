@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,14 +113,7 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
         if (folder / name).is_dir():
             check_tokenizer_files(folder / name, encoder)
     with explain_errors(folder):
-        for name, stated in read_index(folder).items():
-            if not isinstance(stated, list) or name in extra or not all(isinstance(value, str) for value in stated):
-                continue
-            library, called, part = stated[0], stated[-1], folder / name
-            if name in _OPTIONAL and not part.is_dir():
-                extra[name] = None
-            elif name in (*MODELS, "image_encoder") and (library in _LIBRARIES or called in doors.CLASSES):
-                extra[name] = load_folder_part(part, library, called, dtype, allow_pickle)
+        extra |= _load_parts(folder, extra, dtype, allow_pickle)
         pipeline: DiffusionPipeline = kind.from_pretrained(
             folder, local_files_only=True, **extra, **dtype_argument(dtype)
         )
@@ -130,6 +123,22 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
         if isinstance(model, nn.Module):  # of another library, too
             check_complete(folder / name, model)
     return pipeline
+
+
+def _load_parts(
+    folder: Path, skipped: Collection[str], dtype: torch.dtype | None, allow_pickle: bool
+) -> dict[str, Any]:
+    """Load the models that the index of ``folder`` names; None for an optional one that is not there."""
+    parts: dict[str, Any] = {}
+    for name, stated in read_index(folder).items():
+        if not isinstance(stated, list) or name in skipped or not all(isinstance(value, str) for value in stated):
+            continue
+        library, called, part = stated[0], stated[-1], folder / name
+        if name in _OPTIONAL and not part.is_dir():
+            parts[name] = None
+        elif name in (*MODELS, "image_encoder") and (library in _LIBRARIES or called in doors.CLASSES):
+            parts[name] = load_folder_part(part, library, called, dtype, allow_pickle)
+    return parts
 
 
 _OPTIONAL = ("feature_extractor", "image_encoder")

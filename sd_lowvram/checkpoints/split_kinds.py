@@ -240,13 +240,7 @@ def _check_leftovers(path: Path, shapes: Shapes, layout: Layout, prefix: str) ->
         CheckpointError: one is in a module or a list of blocks that the model has, or is the mark of another model.
     """
     title = _KINDS[layout.kind].title
-    modules, left = set(), {}
-    for name in shapes:
-        inner = _inner(name, prefix, layout.role)
-        if (inner_name := weight_of(inner)) and name.startswith(prefix) and layout.names.fullmatch(inner_name):
-            modules.add(inner_name.split(".")[0])
-        elif inner_name and not _is_other_part(name, prefix, layout.role):
-            left[name] = inner
+    modules, left = _modules_and_leftovers(shapes, layout, prefix)
     for other, marks in _read_kinds().others.items():
         if leftover := next((name for name in left if any(mark in name for mark in marks)), None):
             raise CheckpointError(f"{path} looks like {title}, but {leftover} in it is of {other}, which is not served")
@@ -263,6 +257,18 @@ def _check_leftovers(path: Path, shapes: Shapes, layout: Layout, prefix: str) ->
             f"{path} holds {len(strange)} weights that {title} has no use for, {next(iter(strange))} for one: they "
             "are left out",
         )
+
+
+def _modules_and_leftovers(shapes: Shapes, layout: Layout, prefix: str) -> tuple[set[str], dict[str, str]]:
+    """Modules of the model that have weights, and names in it of the weights that it has no place for."""
+    modules, left = set(), {}
+    for name in shapes:
+        inner = _inner(name, prefix, layout.role)
+        if (inner_name := weight_of(inner)) and name.startswith(prefix) and layout.names.fullmatch(inner_name):
+            modules.add(inner_name.split(".")[0])
+        elif inner_name and not _is_other_part(name, prefix, layout.role):
+            left[name] = inner
+    return modules, left
 
 
 def _is_other_part(name: str, prefix: str, role: str) -> bool:

@@ -107,13 +107,7 @@ def job_of(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Job, list[P
             "be identical: use that version"
         )
     try:
-        values = {name: _value(name, value) for name, value in about["job"].items()}
-        knobs = about["asked_settings" if {"vram", "ram", "precision"} & asked.keys() else "settings"]
-        decided = {name: value for name, value in knobs.items() if value is not None}
-        decided |= {name: value for name, value in asked.items() if name == "precision"}
-        overrides = {name: value for name, value in asked.items() if name != "precision"}
-        settings = checked_settings(decided, values.get("policy"))
-        job = check_job(dataclasses.replace(Job(**values, settings=settings), **overrides))
+        job = _changed_job(about, asked)
         files = [path.parent / name for name in about["files"] if Path(name).name == name and name.endswith(".png")]
         if len(files) != job.batch or type(about["step"]) is not int or type(about["steps"]) is not int:
             raise ValueError("it does not name its pictures and steps")
@@ -125,6 +119,16 @@ def job_of(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Job, list[P
     if fingerprint(where) != about.get("model"):
         raise BadInputError(f"{path} is of a run of another model than {where}: name the right one with --model")
     return job, files
+
+
+def _changed_job(about: dict[str, Any], asked: dict[str, Any]) -> Job:
+    values = {name: _value(name, value) for name, value in about["job"].items()}
+    knobs = about["asked_settings" if {"vram", "ram", "precision"} & asked.keys() else "settings"]
+    decided = {name: value for name, value in knobs.items() if value is not None}
+    decided |= {name: value for name, value in asked.items() if name == "precision"}
+    overrides = {name: value for name, value in asked.items() if name != "precision"}
+    settings = checked_settings(decided, values.get("policy"))
+    return check_job(dataclasses.replace(Job(**values, settings=settings), **overrides))
 
 
 def _value(name: str, value: Any) -> Any:

@@ -113,19 +113,23 @@ def unet_path(unet: CompVisUNet) -> UNetPath:
 
 def residual(block: Any, *more: Any) -> Residual | None:
     """The parts of a ResBlock; None when it resamples inside, conditions its second norm on time, or works on video."""
-    if len(block.in_layers) != 3 or len(block.out_layers) != 4 or hasattr(block, "time_stack"):
-        return None
-    if any(isinstance(options, Mapping) and "group_norm_wrapper" in options for options in more):
+    if _is_unusual(block) or any(isinstance(options, Mapping) and "group_norm_wrapper" in options for options in more):
         return None
     norm1, act, conv1 = block.in_layers
     norm2, _, dropout, conv2 = block.out_layers
-    odd = (getattr(block, name, False) for name in ("updown", "use_scale_shift_norm", "exchange_temb_dims"))
     shortcut = None if isinstance(block.skip_connection, nn.Identity) else block.skip_connection
     norms = all(hasattr(norm, "num_groups") for norm in (norm1, norm2))
     pointwise = shortcut is None or is_pointwise(shortcut)
-    if any(odd) or not (norms and pointwise and is_3x3(conv1) and is_3x3(conv2)) or (block.training and dropout.p > 0):
+    if not (norms and pointwise and is_3x3(conv1) and is_3x3(conv2)) or (block.training and dropout.p > 0):
         return None
     return Residual(norm1, conv1, norm2, conv2, act, functools.partial(_shift, block), shortcut)
+
+
+def _is_unusual(block: Any) -> bool:
+    """True for a ResBlock that has other layers, resamples inside, or conditions its second norm on time."""
+    if len(block.in_layers) != 3 or len(block.out_layers) != 4 or hasattr(block, "time_stack"):
+        return True
+    return any(getattr(block, name, False) for name in ("updown", "use_scale_shift_norm", "exchange_temb_dims"))
 
 
 def _shift(block: Any, time: Tensor | None) -> Tensor | None:

@@ -224,7 +224,7 @@ def transformer(
     masks = (attention_mask, encoder_attention_mask)
     leave = args or not _is_plain(block) or not all(map(_is_row_by_row, attentions))
     leave = leave or "gligen" in extra or isinstance(encoder_hidden_states, (tuple, list))
-    if leave or any(mask is not None and mask.shape[1] > 1 for mask in masks):
+    if leave or any(map(_differs_by_query, masks)):
         return None
     own = isinstance(block.attn1, MapAttention)
     if own and attention_mask is not None:
@@ -238,6 +238,10 @@ def transformer(
         options = {"attention_mask": encoder_attention_mask, **extra}
         parts.append(_token_attention(block.norm2, block.attn2, encoder_hidden_states, options))
     return Transformer(tuple(parts), block.norm3, block.ff)
+
+
+def _differs_by_query(mask: Tensor | None) -> bool:
+    return mask is not None and mask.shape[1] > 1
 
 
 def _token_attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -225,8 +226,7 @@ def steps_of(order: list[str], repeated: Callable[[str], bool]) -> tuple[tuple[s
         order: names of the models in the order of their calls.
         repeated: function that returns True for a model that is called in every step.
     """
-    called = [name for name in order if repeated(name)]
-    runs = [name for number, name in enumerate(called) if number == 0 or called[number - 1] != name]
+    runs = [name for name, _ in itertools.groupby(filter(repeated, order))]
     groups: list[list[str]] = [[name] for name in dict.fromkeys(runs)]
     for name in dict.fromkeys(runs):
         places = [number for number, run in enumerate(runs) if run == name]

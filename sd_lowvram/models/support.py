@@ -206,11 +206,15 @@ def _refusal(part: str, module: Any, alone: bool) -> str:
         return f"reads prompts {'in another way' if alone else 'with a text encoder of another kind'}"
     if autoencoder:
         return f"{'has' if part else 'is'} an autoencoder of another kind"
-    if "Transformer" in kind or any(isinstance(getattr(module, name, None), nn.ModuleList) for name in _BLOCKS):
+    if "Transformer" in kind or _has_blocks(module):
         return "denoises with a transformer"
     if denoiser:
         return "denoises with a UNet of another kind"
     return "has a part" if part else "is a model of another kind"
+
+
+def _has_blocks(module: Any) -> bool:
+    return any(isinstance(getattr(module, name, None), nn.ModuleList) for name in _BLOCKS)
 
 
 _UNETS = (("down_blocks", "up_blocks", "conv_in"), ("input_blocks", "output_blocks"))

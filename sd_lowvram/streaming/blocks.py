@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -120,15 +120,17 @@ def blocks_of(
     staying: list[Layer] = []
     moving: list[Layer] = []
     for layer in layers:
-        small = layer.bytes <= largest // _STAYING
-        stays = small or layer.around or any(id(tensor) in tied for tensor in layer.tensors)
-        (staying if stays else moving).append(layer)
+        (staying if _stays(layer, largest // _STAYING, tied) else moving).append(layer)
     if granularity == "halves":
         streamed = _halves(moving)
     else:
         groups = _join_small(moving, largest // _JOINED, _modules(moving, together_bytes, whole_bytes))
         streamed = [block for group in groups for block in _split_group(group, part_bytes)]
     return Blocks(tuple(staying), tuple(streamed), lookups)
+
+
+def _stays(layer: Layer, small: int, tied: Set[int]) -> bool:
+    return layer.bytes <= small or layer.around or any(id(tensor) in tied for tensor in layer.tensors)
 
 
 def _tied_ids(layers: Iterable[Layer]) -> set[int]:
@@ -145,16 +147,15 @@ def _modules(layers: Sequence[Layer], most: int, most_whole: int) -> dict[str, s
     """
     if most == 0:
         return {}
-    sizes: dict[str, int] = {}
-    rows, alike = set(), _repeated_modules(layers)
+    sizes: Counter[str] = Counter()
     for layer in layers:
-        for path in _enclosing_paths(layer.name):
-            sizes[path] = sizes.get(path, 0) + layer.bytes
-        rows |= {path.rpartition(".resnets")[0] for path in _enclosing_paths(layer.name) if path.endswith(".resnets")}
-    allowed = {path for path, size in sizes.items() if size <= (max(most, most_whole) if path in alike else most)}
+        sizes.update(dict.fromkeys(_enclosing_paths(layer.name), layer.bytes))
+    blocks = {path.removesuffix(".resnets") for path in sizes if path.endswith(".resnets")}
+    alike = _repeated_modules(layers)
+    small = {path for path, size in sizes.items() if size <= (max(most, most_whole) if path in alike else most)}
+    allowed = {path for path in small - blocks if "." in path}
     inside = {layer.name: [path for path in _enclosing_paths(layer.name) if path in allowed] for layer in layers}
-    whole = {name: [path for path in paths if path not in rows and path.count(".")] for name, paths in inside.items()}
-    return {name: paths[0] for name, paths in whole.items() if paths}
+    return {name: paths[0] for name, paths in inside.items() if paths}
 
 
 def _repeated_modules(layers: Iterable[Layer]) -> set[str]:

@@ -441,9 +441,11 @@ class Stream:
             return False
         news = False
         streamed = dict.fromkeys(layer.name for block in self._layout.blocks for layer in block.layers)
-        called = [name for name in self._called if name in streamed]
-        for component in {name.split(".")[0] for name in called}:
-            order = [name for name in called if name.split(".")[0] == component]
+        orders: dict[str, list[str]] = {}
+        for name in self._called:
+            if name in streamed:
+                orders.setdefault(name.split(".")[0], []).append(name)
+        for component, order in orders.items():
             if set(order) <= set(self._orders.get(component, ())):
                 continue
             self._orders[component] = order

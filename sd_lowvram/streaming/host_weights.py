@@ -20,7 +20,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -99,19 +99,9 @@ class HostWeights:
         present = {id(tensor): tensor for tensor in tensors}
         retained = {key: self._known[key] for key in present if key in self._known}
         news = [t for key, t in present.items() if key not in retained or retained[key][1] != _place(t)]
-        moved = {str(t.device) for t in news if id(t) in retained and t.device.type != "cpu"}
-        if moved:
-            warnings.warn(
-                f"weights that sd-lowvram streams were moved to {', '.join(sorted(moved))}: they go back to host "
-                "memory; call restore() first to have them elsewhere",
-                stacklevel=2,
-            )
+        _warn_of_moved(tensor for tensor in news if id(tensor) in retained)
         self._known = retained
-        self._each = [each for each in self._each if each.tensor() is not None]
-        coming = {id(tensor) for tensor in news}
-        for each in self._each:
-            if id(each.tensor()) in coming:  # it holds other memory now
-                each.memory = _HostMemory("ordinary", 0)
+        self._free(news)
         self._count()
         if active_fake_mode(*news) is not None:
             for tensor in news:
@@ -125,6 +115,14 @@ class HostWeights:
                 self._put_back(settled)
                 raise
         self._known |= {id(tensor): (tensor, _place(tensor)) for tensor in news}
+
+    def _free(self, tensors: Iterable[Tensor]) -> None:
+        """Free the memory of tensors that no longer exist, and of ``tensors``, which hold other memory now."""
+        self._each = [each for each in self._each if each.tensor() is not None]
+        coming = {id(tensor) for tensor in tensors}
+        for each in self._each:
+            if id(each.tensor()) in coming:
+                each.memory = _HostMemory("ordinary", 0)
 
     def can_pin(self, tensors: Iterable[Tensor]) -> bool:
         """True if all of ``tensors`` can be pinned, including those that are settled already."""
@@ -174,15 +172,17 @@ class HostWeights:
 
     def _count(self) -> None:
         """Sum up the memory of the host weights that exist; the budget gets back what others had."""
-        memories = {id(each.memory): each.memory for each in self._each}.values()
+        of_kind: dict[str, list[_HostMemory]] = {"pinned": [], "ordinary": [], "mapped": []}
+        for memory in {id(each.memory): each.memory for each in self._each}.values():
+            of_kind[memory.kind].append(memory)
+        mapped = of_kind["mapped"]
         before = self.pinned_bytes + self.held_bytes + self._cached_bytes
-        self.pinned_bytes = sum({m.storage or id(m): m.nbytes for m in memories if m.kind == "pinned"}.values())
-        self.held_bytes, self.mapped_bytes = (
-            sum(m.nbytes for m in memories if m.kind == kind) for kind in ("ordinary", "mapped")
-        )
-        self._cached_bytes = sum(memory.nbytes for memory in memories if memory.cached)
-        self._mapped = {memory.storage for memory in memories if memory.kind == "mapped"}
-        self._on_disk = sorted((m.start, m.start + m.nbytes) for m in memories if m.on_disk)
+        self.pinned_bytes = sum({m.storage or id(m): m.nbytes for m in of_kind["pinned"]}.values())
+        self.held_bytes = sum(memory.nbytes for memory in of_kind["ordinary"])
+        self.mapped_bytes = sum(memory.nbytes for memory in mapped)
+        self._cached_bytes = sum(memory.nbytes for memory in mapped if memory.cached)
+        self._mapped = {memory.storage for memory in mapped}
+        self._on_disk = sorted((m.start, m.start + m.nbytes) for m in mapped if m.on_disk)
         self.disk_bytes = sum(stop - start for start, stop in self._on_disk)
         if self._budget is not None:
             self._budget.left -= self.pinned_bytes + self.held_bytes + self._cached_bytes - before
@@ -220,53 +220,64 @@ class HostWeights:
                 self._past.let_go(data)
 
     def _settle(self, tensors: Sequence[Tensor]) -> None:
-        on_gpu = self.device.type == "cuda"
         mapping, waiting = MappedFiles(), list[tuple[Tensor, _HostMemory]]()
-        places: dict[_Place, list[Tensor]] = {}
-        for tensor in tensors:
-            places.setdefault(_place(tensor), []).append(tensor)
-        kinds = {place: mapping.kind(sharing[0]) for place, sharing in places.items()}
-        ordinary = sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "ordinary")
-        copied = ("mapped", "device", "ordinary") if on_gpu else ("mapped", "device")
-        ring = RING_BYTES if on_gpu or "mapped" in kinds.values() else 0
-        budget = self._budget
-        pinnable = pinnable_bytes() - ring - (budget.parked if budget is not None else 0)
-        most = pinnable if budget is None else budget.left + RING_BYTES - ring
-        short = budget is not None and can_read_past_cache() and sum(places[place][0].nbytes for place in places) > most
-        past = PastCache(mapping) if short and "mapped" in kinds.values() else None
-        slabs = _Slabs((places[place][0].nbytes for place, kind in kinds.items() if kind in copied), pinnable, on_gpu)
-        for place, sharing in places.items():
-            data, kind, size = sharing[0].data, kinds[place], sharing[0].nbytes
-            copy = None
-            if kind in copied:
-                given_up = size if kind == "ordinary" else 0
-                like = as_copied(sharing[0], data)
-                from_file = past if kind == "mapped" else None
-                copy = slabs.copy_of(data, like, most - slabs.total - ordinary + given_up, from_file)
-                ordinary -= given_up if copy is not None else 0
-            if copy is not None:
-                memory = _HostMemory("pinned", copy.untyped_storage().nbytes(), storage_key(copy))
-            elif kind == "mapped":
-                memory = _HostMemory("mapped", size, storage_key(data), data.data_ptr())
-                waiting.append((data, memory))
-            else:
-                memory = _HostMemory("pinned" if kind == "pinned" else "ordinary", size)
-            if copy is None and kind == "device":
-                copy, ordinary = data.to("cpu"), ordinary + size
-            for tensor in sharing:
-                original = data if kind == "mapped" else None
-                self._each.append(_HostTensor(TensorWeakRef(tensor), memory, original, data.device, kind == "pinned"))
-                if copy is not None:
-                    set_data(tensor, copy)
-                    if kind == "mapped":
-                        _copied[tensor] = True
-                mark_host(tensor.data)
+        tied = _tied(tensors, mapping)
+        for each, copy in zip(tied, self._pinned_copies(tied, mapping), strict=True):
+            memory = each.memory(copy)
+            if memory.kind == "mapped":
+                waiting.append((each.data, memory))
+            self._hand_over(each, memory, each.data.to("cpu") if copy is None and each.kind == "device" else copy)
         self._count()
         self._leave_on_disk(waiting, mapping)
         self._count()
-        beside = on_gpu and self.held_bytes and (budget is None or budget.left >= 0)
+        beside = self.device.type == "cuda" and self.held_bytes and (self._budget is None or self._budget.left >= 0)
         if self.mapped_bytes or beside:
             self._ring, self.ring_bytes = _ring_of(self.device), RING_BYTES
+
+    def _pinned_copies(self, tied: Sequence[_Tied], mapping: MappedFiles) -> Iterator[Tensor | None]:
+        """Copy tied weights to pinned memory, in order, within the budget; None for those that are not copied."""
+        on_gpu = self.device.type == "cuda"
+        copied = ("mapped", "device", "ordinary") if on_gpu else ("mapped", "device")
+        held: dict[str, int] = {}
+        for each in tied:
+            held[each.kind] = held.get(each.kind, 0) + each.nbytes
+        most, pinnable, past = self._limits(held, mapping)
+        slabs = _Slabs((each.nbytes for each in tied if each.kind in copied), pinnable, on_gpu)
+        ordinary = held.get("ordinary", 0)
+        for each in tied:
+            copy = None
+            freed = each.nbytes if each.kind == "ordinary" else 0
+            if each.kind in copied:
+                like, growth = as_copied(each.tensors[0], each.data), most - slabs.total - ordinary + freed
+                copy = slabs.copy_of(each.data, like, growth, past if each.kind == "mapped" else None)
+            if copy is not None:
+                ordinary -= freed
+            elif each.kind == "device":
+                ordinary += each.nbytes
+            yield copy
+
+    def _limits(self, held: Mapping[str, int], mapping: MappedFiles) -> tuple[int, int, PastCache | None]:
+        """Bytes that host weights may have, those that may be pinned, and a reader past the system's cache if the
+        bytes ``held`` by kind exceed the first."""
+        ring = RING_BYTES if self.device.type == "cuda" or "mapped" in held else 0
+        if self._budget is None:
+            pinnable = pinnable_bytes() - ring
+            return pinnable, pinnable, None
+        most = self._budget.left + RING_BYTES - ring
+        short = can_read_past_cache() and sum(held.values()) > most and "mapped" in held
+        return most, pinnable_bytes() - ring - self._budget.parked, PastCache(mapping) if short else None
+
+    def _hand_over(self, tied: _Tied, memory: _HostMemory, copy: Tensor | None) -> None:
+        """Record where tied weights are, and give them ``copy`` if there is one."""
+        data = tied.data
+        for tensor in tied.tensors:
+            original = data if tied.kind == "mapped" else None
+            self._each.append(_HostTensor(TensorWeakRef(tensor), memory, original, data.device, tied.kind == "pinned"))
+            if copy is not None:
+                set_data(tensor, copy)
+                if tied.kind == "mapped":
+                    _copied[tensor] = True
+            mark_host(tensor.data)
 
 
 @dataclass(eq=False)
@@ -284,6 +295,49 @@ class _HostMemory:
     start: int = 0
     cached: bool = False
     on_disk: bool = False
+
+
+@dataclass(frozen=True)
+class _Tied:
+    """Tensors with one memory, and its kind: mapped, pinned, ordinary, or on the device."""
+
+    tensors: list[Tensor]
+    kind: str
+
+    @property
+    def data(self) -> Tensor:
+        """Contents of each."""
+        return self.tensors[0].data
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the contents."""
+        return self.tensors[0].nbytes
+
+    def memory(self, copy: Tensor | None) -> _HostMemory:
+        """Return their memory once they hold the pinned ``copy``; None: as they are."""
+        if copy is not None:
+            return _HostMemory("pinned", copy.untyped_storage().nbytes(), storage_key(copy))
+        if self.kind == "mapped":
+            return _HostMemory("mapped", self.nbytes, storage_key(self.data), self.data.data_ptr())
+        return _HostMemory("pinned" if self.kind == "pinned" else "ordinary", self.nbytes)
+
+
+def _tied(tensors: Iterable[Tensor], mapping: MappedFiles) -> list[_Tied]:
+    places: dict[_Place, list[Tensor]] = {}
+    for tensor in tensors:
+        places.setdefault(_place(tensor), []).append(tensor)
+    return [_Tied(sharing, mapping.kind(sharing[0])) for sharing in places.values()]
+
+
+def _warn_of_moved(tensors: Iterable[Tensor]) -> None:
+    moved = {str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"}
+    if moved:
+        warnings.warn(
+            f"weights that sd-lowvram streams were moved to {', '.join(sorted(moved))}: they go back to host "
+            "memory; call restore() first to have them elsewhere",
+            stacklevel=3,
+        )
 
 
 @dataclass

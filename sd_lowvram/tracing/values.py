@@ -7,7 +7,7 @@ known values run on real copies too, and what is read of their results is known.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,31 +90,39 @@ class _Values(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        with without_modes():
-            values = [self.known(leaf) for leaf in leaves]
-        writes = func._schema.is_mutable and not (leaves and isinstance(leaves[0], FakeTensor))
-        unknown = writes or torch.Tag.nondeterministic_seeded in func.tags
-        if unknown or not _is_small(args) or any(value is None for value in values):
-            if func._schema.is_mutable and leaves and isinstance(leaves[0], FakeTensor):
+        to_fake = isinstance(next(iter(leaves), None), FakeTensor)
+        real = self._all_known(leaves)
+        writes = func._schema.is_mutable and not to_fake
+        if writes or torch.Tag.nondeterministic_seeded in func.tags or not _is_small(args) or real is None:
+            if func._schema.is_mutable and to_fake:
                 self._values.pop(storage_key(leaves[0]), None)
             return func(*args, **kwargs)
-        real = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
         with without_modes():
             its_args, its_kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (args, _on_cpu(kwargs)))
             try:
                 value = func(*its_args, **its_kwargs)
             except Exception:  # it fails on fake tensors too, or is not for a CPU
                 return func(*args, **kwargs)
-        made = tree_flatten(value)[0]
-        if not any(isinstance(leaf, Tensor) for leaf in made):
+        if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0]):
             return value
+        return self._on_fakes(func, args, kwargs, value)
+
+    def _all_known(self, leaves: Sequence[Tensor]) -> dict[int, Tensor] | None:
+        """Values of all tensors by id; None if those of one are unknown."""
+        with without_modes():
+            values = {id(leaf): self.known(leaf) for leaf in leaves}
+        known = {key: value for key, value in values.items() if value is not None}
+        return known if len(known) == len(values) else None
+
+    def _on_fakes(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
+        """Return the result of an operator on fake tensors, which has the values of ``value`` from now on."""
         try:
             result = func(*args, **kwargs)
         except Exception as error:
             if not reads_values(error):
                 raise
             result = tree_map(self._fake, value)  # its shape depends on values
-        for fake, leaf in zip(tree_flatten(result)[0], made, strict=True):
+        for fake, leaf in zip(tree_flatten(result)[0], tree_flatten(value)[0], strict=True):
             if isinstance(fake, FakeTensor):
                 self.note(fake, leaf)
         return result

@@ -6,7 +6,7 @@ So a repeated pass ends what the previous pass left, not what was left in the tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 Allocation = tuple[int, int]
@@ -19,6 +19,7 @@ class _Pass:
 
     Attributes:
         allocations: its own allocations and ends.
+        before: what the pass before this one has handed on.
         handed: numbers of the allocations that the next pass ends, in order; None: unknown.
         stays: numbers of the allocations that outlive the next pass.
         again: the same without small ones, for passes that it represents.
@@ -26,6 +27,7 @@ class _Pass:
 
     allocations: Sequence[Allocation]
     again: Sequence[Allocation]
+    before: list[int | None]
     handed: list[int | None]
     stays: list[int]
 
@@ -53,31 +55,34 @@ def whole_loop(
     left: list[int | None] = []
     for place, number in enumerate(order):
         current, first = passes[number], place == order.index(number)
-        before = passes[number - 1].handed if number else []
-        ended = {old: now for old, now in zip(before, left, strict=False) if old is not None}
-        own: dict[int, int] = {}
+        ended = dict(zip(current.before, left, strict=False))
+        ended.pop(None, None)
+        own: dict[int | None, int] = {}
         for old, nbytes in current.allocations if first else current.again:
             if nbytes >= 0:
                 own[old] = old if place == last[number] or nbytes <= small else new_number()
+            if old in own:
                 result.append((own[old], nbytes))
-            elif old in own:
-                result.append((own[old], -1))
             elif (now := ended.pop(old, None)) is not None:
                 result.append((now, -1))
-            elif first and old not in before:
-                result += [(each, -1) for each in (old, *equals.pop(old, ()))]
+            elif first and old not in current.before:
+                result += _ends((old, *equals.pop(old, ())))
         # End what is left of the pass before: the trace of this pass ran after a pass of another kind.
-        lost = [*ended.values(), *left[len(before) :]]
-        result += [(each, -1) for each in lost if each is not None]
-        left = [None if old is None else own[old] for old in current.handed]
+        result += _ends((*ended.values(), *left[len(current.before) :]))
+        left = [own.get(old) for old in current.handed]
         for old in current.stays if place != last[number] else ():
             equals.setdefault(old, []).append(own[old])
     return result, equals
 
 
+def _ends(numbers: Iterable[int | None]) -> list[Allocation]:
+    return [(number, -1) for number in numbers if number is not None]
+
+
 def _describe_passes(traced: Sequence[Sequence[Allocation]], small: int) -> list[_Pass]:
     passes: list[_Pass] = []
     for number, allocations in enumerate(traced):
+        before = passes[-1].handed if passes else []
         lasting = _lasting_bytes(allocations, small)
         if number + 1 < len(traced):
             ended = {other for other, nbytes in traced[number + 1] if nbytes < 0}
@@ -87,7 +92,7 @@ def _describe_passes(traced: Sequence[Sequence[Allocation]], small: int) -> list
         stays = [other for other in lasting if other not in handed]
         minor = {other for other, nbytes in allocations if 0 <= nbytes <= small}
         again = [allocation for allocation in allocations if allocation[0] not in minor]
-        passes.append(_Pass(allocations, again, handed, stays))
+        passes.append(_Pass(allocations, again, before, handed, stays))
     return passes
 
 

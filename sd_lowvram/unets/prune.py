@@ -7,7 +7,7 @@ down block has a skip connection to a layer of the opposite up block: the two ar
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -79,8 +79,10 @@ def cut_by_names(config: Mapping[str, Any], keep: Collection[str] = (), drop: Co
     def left(part: str) -> bool:
         return (part in named) == bool(keep)
 
-    down = [tuple(layer for layer in layers if left(f"dn{n}.{layer}")) for n, layers in enumerate(full.down)]
-    up = [tuple(layer for layer in layers if left(f"up{n}.{layer}")) for n, layers in enumerate(full.up)]
+    def left_of(side: str, blocks: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
+        return [tuple(layer for layer in layers if left(f"{side}{n}.{layer}")) for n, layers in enumerate(blocks)]
+
+    down, up = left_of("dn", full.down), left_of("up", full.up)
     while len(down) > 1 and not down[-1] and not up[0]:
         del down[-1], up[0]
     cut = Cut(tuple(down), tuple(up), full.mid and left("mid"))

@@ -71,14 +71,8 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
     if kind == "tf32":
         yield from _tf32(anatomy, device)
         return
-    if kind == _PRODUCTS and anatomy.residual_blocks:
-        raise SettingsError(f"precision={kind!r} is for transformers, and {anatomy.denoiser} is a UNet: choose fp16")
     wanted = kind.removeprefix("autocast-").removesuffix("-products")
-    if wanted in _TYPES and device.type == "cpu" and not computes_on_cpu(_TYPES[wanted]):
-        raise SettingsError(
-            f"precision={kind!r}: torch {torch.__version__} cannot compute in {wanted} on a CPU; choose fp32, bf16 or "
-            "fp16-storage"
-        )
+    _check_computable(kind, wanted, anatomy, device)
     if kind.startswith("autocast-"):
         warnings.warn(
             f"precision={kind!r} is slower than {wanted!r}, as weights are cast again in every call, and holds them as "
@@ -101,6 +95,16 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
                 yield from _widened_layers(component)
             yield from _cast_entries(anatomy, name, compute if stored != compute else None)
             yield from _cast_inside(component, compute)
+
+
+def _check_computable(kind: str, wanted: str, anatomy: Anatomy, device: torch.device) -> None:
+    if kind == _PRODUCTS and anatomy.residual_blocks:
+        raise SettingsError(f"precision={kind!r} is for transformers, and {anatomy.denoiser} is a UNet: choose fp16")
+    if wanted in _TYPES and device.type == "cpu" and not computes_on_cpu(_TYPES[wanted]):
+        raise SettingsError(
+            f"precision={kind!r}: torch {torch.__version__} cannot compute in {wanted} on a CPU; choose fp32, bf16 or "
+            "fp16-storage"
+        )
 
 
 def offers(target: Target) -> Iterator[Offer]:

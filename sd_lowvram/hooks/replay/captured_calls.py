@@ -10,8 +10,8 @@ from __future__ import annotations
 import abc
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ _MOST_KINDS = 32
 _PLAIN = (bool, int, float, str)
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes of every module that are not settings."""
+
+_Held = TypeVar("_Held")
 
 Replay = Callable[[list[Tensor]], Any]
 """Function from the tensors of a call to its result."""
@@ -248,11 +250,15 @@ def _facts_of(model: nn.Module, tensors: list[Tensor]) -> int | None:
                     facts.append((name, value))
                 elif value is not None:
                     _add_attribute(name, value, facts, tensors)
-        tensors += [tensor for tensor in module._parameters.values() if tensor is not None]
-        tensors += [tensor for tensor in module._buffers.values() if tensor is not None]
-        waiting += [child for child in module._modules.values() if child is not None]
+        tensors += _present(module._parameters)
+        tensors += _present(module._buffers)
+        waiting += _present(module._modules)
     facts += addresses(tensors)
     return hash(tuple(facts))
+
+
+def _present(named: Mapping[str, _Held | None]) -> list[_Held]:
+    return [value for value in named.values() if value is not None]
 
 
 def _add_attribute(name: str, value: Any, facts: list[Any], tensors: list[Tensor]) -> None:

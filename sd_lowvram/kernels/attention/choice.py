@@ -62,10 +62,7 @@ def choose_backend(settings: Settings, device: torch.device) -> str:
         name = _FASTEST_FIRST[0]
         warnings.warn(f"attention='xformers': {why}. attention={name!r} takes its place", stacklevel=2)
     if name is not None:
-        why = available_backends(device)[name]
-        if why:
-            able = ", ".join(backend for backend, reason in available_backends(device).items() if reason is None)
-            raise SettingsError(f"attention={name!r} cannot run on {device}: {why}. What runs here: {able}")
+        _check_runs(name, device)
     if not settings.deterministic or not is_present(device):
         return name or default_backends(device)[0]
     proved = (backend for backend in ([name] if name else default_backends(device)) if repeats(backend, device))
@@ -77,3 +74,10 @@ def choose_backend(settings: Settings, device: torch.device) -> str:
             f"Backends that repeat their bits here: {able}"
         )
     return chosen
+
+
+def _check_runs(name: str, device: torch.device) -> None:
+    why = available_backends(device)[name]
+    if why:
+        able = ", ".join(backend for backend, reason in available_backends(device).items() if reason is None)
+        raise SettingsError(f"attention={name!r} cannot run on {device}: {why}. What runs here: {able}")
