@@ -69,7 +69,7 @@ def _attend(
     **kwargs: Any,
 ) -> Tensor:
     """The host's signature: (batch, tokens, heads * width), or (batch, heads, tokens, width) with ``skip_reshape``."""
-    apart = (q, k, v) if skip_reshape else _apart(q, k, v, heads)
+    apart = (q, k, v) if skip_reshape else _split_heads(q, k, v, heads)
     mask_4d = _mask(mask)
     if kwargs.keys() - _KNOWN or apart is None or not _is_known(*apart, mask_4d):
         shape = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
@@ -80,7 +80,7 @@ def _attend(
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
 
-def _apart(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
+def _split_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Heads apart as the host's kernels do it: keys and values are divided among the queries' batch, also where they
     come as another (HyperTile tiles queries alone). None where that does not come out even."""
     batch, _, width = q.shape

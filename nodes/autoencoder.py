@@ -31,7 +31,7 @@ from ..sd_lowvram.session import Attachment, entered, prepare
 from ..sd_lowvram.settings import Settings
 from . import host
 from .interfaces import HostVAE
-from .node_request import ChosenSettings, NodeRequest, PlanRecord, attachable, chosen, plan_for_host
+from .node_request import ChosenSettings, NodeRequest, PlanRecord, attachable, plan_for_host, settings_or_default
 from .refusals import autoencoder_of
 from .report_text import room_for_weights, warn_above
 
@@ -54,14 +54,14 @@ def optimized_vae(vae: HostVAE, node_request: NodeRequest, record: PlanRecord | 
     return optimized
 
 
-def optimized_again(vae: HostVAE, budget: str, settings: ChosenSettings | None) -> tuple[HostVAE, PlanRecord]:
+def optimize_again(vae: HostVAE, budget: str, settings: ChosenSettings | None) -> tuple[HostVAE, PlanRecord]:
     """``vae`` optimized by what a node of the VAE was asked for, and the record of that.
 
     Where it comes from Low VRAM, what is not said here is as it was said there, and the record is that node's.
     """
     hooks = hooks_of(vae)
     if hooks is None:
-        record, request = PlanRecord(), NodeRequest(budget, chosen(settings).settings)
+        record, request = PlanRecord(), NodeRequest(budget, settings_or_default(settings).settings)
     else:
         record, before = hooks.record, hooks.node_request
         request = NodeRequest(
@@ -149,7 +149,7 @@ class _Autoencoder:
         batch, frames = self._pictures(stage, shape)
         key = stage, tiled, width, height, batch, frames
         if key not in self._plans:
-            settings = self._fixed(tiled)
+            settings = self._settings_with_tiles(tiled)
             request = dataclasses.replace(self.node_request, settings=settings)
             size = self._device(settings), width, height, batch
             encodes = stage == "encode"
@@ -168,7 +168,7 @@ class _Autoencoder:
             return batch, 1 + (frames - 1) // FRAMES
         return (batch, frames) if len(shape) == 5 else (frames, 1)
 
-    def _fixed(self, tiled: bool) -> Settings:
+    def _settings_with_tiles(self, tiled: bool) -> Settings:
         settings = self.node_request.settings
         return settings.filled(vae_tiles="exact") if tiled else settings
 
@@ -184,7 +184,7 @@ class _Autoencoder:
                 plan = self.foresee(stage, shape, tiled)
                 warn_above(self.record, stage)
                 try:
-                    with self._hooked(stage, tiled, plan) as vae:
+                    with self._hooked_copy(stage, tiled, plan) as vae:
                         return call(vae, *args, **kwargs)
                 except _OnDeviceError:
                     short = Shortage(stage, of_host=False)
@@ -197,7 +197,7 @@ class _Autoencoder:
         host gets it in its own way."""
         make = functools.partial(plan_for_host, self._anatomy)
         try:
-            plan_below = leaner(plan, short, self._fixed(tiled), make)
+            plan_below = leaner(plan, short, self._settings_with_tiles(tiled), make)
         except BudgetError as error:
             from comfy.model_management import OOM_EXCEPTION
 
@@ -216,14 +216,14 @@ class _Autoencoder:
         return lambda vae, *args, **kwargs: set_here(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _hooked(self, stage: str, tiled: bool, plan: Plan) -> Iterator[Any]:
+    def _hooked_copy(self, stage: str, tiled: bool, plan: Plan) -> Iterator[Any]:
         """A plain copy of the VAE, its model with the hooks of ``plan``."""
         settings = plan.settings
         vae, device = copy.copy(self._vae), self._device(settings)
         for name in ("decode", "encode", "decode_tiled", "encode_tiled"):
             vars(vae).pop(name, None)
         for name in _TILED:
-            setattr(vae, name, _no_tiles)
+            setattr(vae, name, _refuse_tiles)
         vae.memory_used_decode = functools.partial(self.memory_used, "decode", tiled, self._vae.memory_used_decode)
         vae.memory_used_encode = functools.partial(self.memory_used, "encode", tiled, self._vae.memory_used_encode)
         if device != vae.device:
@@ -235,7 +235,7 @@ class _Autoencoder:
             self._ready[wanted, device] = prepare(model, wanted, device)
         attachment = self._ready[wanted, device]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(host.uncompiled())
+            stack.enter_context(host.disable_compiler())
             stack.enter_context(entered(model, attachment))
             run = stack.enter_context(measured(model)) if host.is_watched(device) else None
             stack.enter_context(
@@ -260,5 +260,5 @@ def _key(stage: str, tiled: bool, plan: Plan) -> tuple[Any, ...]:
     return stage, tiled, plan.request.width, plan.request.height, plan.request.batch, plan.request.frames
 
 
-def _no_tiles(*args: Any, **kwargs: Any) -> Any:
+def _refuse_tiles(*args: Any, **kwargs: Any) -> Any:
     raise _OnDeviceError

@@ -11,7 +11,7 @@ _AS_CALLED = ("cond_or_uncond", "uuids", "sigmas", "sample_sigmas")
 Options = Mapping[str, Any]
 
 
-def passed_on(call_options: Options, before: Options, theirs: Options, same_blocks: bool) -> dict[str, Any]:
+def merge_options(call_options: Options, before: Options, theirs: Options, same_blocks: bool) -> dict[str, Any]:
     """The ``transformer_options`` of a call of the other UNet: its own, the sampler's word, and the patches that came
     to the call from behind: of nodes after ours, and of guidance that calls again with a changed attention (PAG, SAG).
 

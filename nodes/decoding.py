@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from . import host
-from .autoencoder import optimized_again
+from .autoencoder import optimize_again
 from .inputs import BUDGET_OF_VAE, SETTINGS, VAE, checked_budget
 from .interfaces import HostVAE
-from .node_request import ChosenSettings, chosen
+from .node_request import ChosenSettings, settings_or_default
 from .optimising import CATEGORY
 from .report_text import verdict
 from .saving import HIDDEN, Workflow, saved_first
@@ -55,8 +55,8 @@ class LowVRAMVAEDecode:
     ) -> dict[str, Any]:
         workflow = Workflow(prompt or {}, extra_pnginfo or {}, unique_id)
         with host.refusals_in(unique_id):
-            optimized, record = optimized_again(vae, budget, settings)
-            with saved_first(samples["samples"], chosen(settings).save_latents, workflow):
+            optimized, record = optimize_again(vae, budget, settings)
+            with saved_first(samples["samples"], settings_or_default(settings).save_latents, workflow):
                 pixels = optimized.decode(samples["samples"])
         return {"ui": {"text": [verdict(record, "decode")]}, "result": (pixels, record)}
 
@@ -92,6 +92,6 @@ class LowVRAMVAEEncode:
         unique_id: str | None = None,
     ) -> dict[str, Any]:
         with host.refusals_in(unique_id):
-            optimized, record = optimized_again(vae, budget, settings)
+            optimized, record = optimize_again(vae, budget, settings)
             latents = optimized.encode(pixels[..., :3])
         return {"ui": {"text": [verdict(record, "encode")]}, "result": ({"samples": latents}, record)}

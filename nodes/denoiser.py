@@ -113,7 +113,7 @@ class Denoiser:
     ) -> Any:
         guider = executor.class_obj
         base = guider.model_patcher.model
-        shape, prompts = self._sampled(guider, noise)
+        shape, prompts = self._sampling_shape(guider, noise)
         plan = self._forecast = self._fitting_or_told(shape, prompts)
         self.show(plan)
         self._calls, self._largest, self._attended, self._clock = 0, 0, set(), StepClock(self._device, self._step_ended)
@@ -125,27 +125,27 @@ class Denoiser:
         warn_above(self.record, "denoise")
         with (
             self._recording(),
-            host.replaced(base, "memory_required", self._estimate_of_a_call(plan)),
+            host.replace_attribute(base, "memory_required", self._estimate_of_a_call(plan)),
             PINNED_BUFFERS.keep(),  # hooks come and go in every step
             self.record.weights_of("denoise", guider.model_patcher, room_for_weights(plan, "denoise")),
         ):
             out = executor(noise, latents, sampler, sigmas, mask, self._clock.around(callback), *args, **kwargs)
-        self.record.ran(self._clock.seconds, [size / _size(self._planned) for size in self._clock.sizes])
+        self.record.ran(self._clock.seconds, [size / _size(self._step_plan) for size in self._clock.sizes])
         self._tell()
         return out
 
     def _recording(self) -> contextlib.AbstractContextManager[None]:
         """The block of a sampling whose hooks act in layers: nothing may record a call of the model."""
-        return host.uncompiled()
+        return host.disable_compiler()
 
-    def _sampled(self, guider: Any, noise: Tensor) -> tuple[Sequence[int], int]:
+    def _sampling_shape(self, guider: Any, noise: Tensor) -> tuple[Sequence[int], int]:
         """The shape of the latents that a call of the model gets, and the most prompts that the host puts into one."""
-        shape = host.windowed(noise.shape, guider.model_options)
+        shape = host.window_shape(noise.shape, guider.model_options)
         self._batch = shape[0]
         return shape, host.prompts(guider, guider.model_options)
 
     @property
-    def _planned(self) -> Plan:
+    def _step_plan(self) -> Plan:
         return self.record.plans["denoise"]
 
     def _pixels(self, shape: Sequence[int]) -> tuple[int, int, int]:
@@ -160,12 +160,12 @@ class Denoiser:
         would need more: the host then makes smaller calls."""
         most = _activation_bytes(forecast)
 
-        def needed(input_shape: Sequence[int], cond_shapes: Any = None) -> float:
+        def required_bytes(input_shape: Sequence[int], cond_shapes: Any = None) -> float:
             if not self._is_within(input_shape, forecast):
                 return MORE_THAN_IS_FREE
             return most * min(1.0, self._size_of(input_shape) / _size(forecast))
 
-        return needed
+        return required_bytes
 
     def _is_within(self, shape: Sequence[int], forecast: Plan) -> bool:
         """True if a call with latents of ``shape`` needs no more than ``forecast``."""
@@ -187,9 +187,9 @@ class Denoiser:
         """Update the predicted time of the sampling if its steps need more or fewer calls than was expected."""
         sizes = self._clock.sizes
         if len(sizes) == 1:
-            calls = sizes[0] / _size(self._planned) * (self._evaluations or 1)
+            calls = sizes[0] / _size(self._step_plan) * (self._evaluations or 1)
         elif self._evaluations is None:
-            calls = sum(sizes[1:]) / len(sizes[1:]) / _size(self._planned)
+            calls = sum(sizes[1:]) / len(sizes[1:]) / _size(self._step_plan)
         else:
             return
         if not math.isclose(calls, self.record.calls, rel_tol=0.02):
@@ -218,7 +218,7 @@ class Denoiser:
         except BudgetError as error:
             size = self._largest_fitting(latents)
             raise BudgetError(
-                f"{error}{_that_fits(size)}", needed_bytes=error.needed_bytes, stage=error.stage
+                f"{error}{_fitting_size(size)}", needed_bytes=error.needed_bytes, stage=error.stage
             ) from None
         if not written or fits(plan, "denoise"):
             return plan
@@ -228,7 +228,7 @@ class Denoiser:
         needed = format_size(needed_bytes(plan, "denoise"))
         raise BudgetError(
             f"{plan.request.width}x{plan.request.height} does not fit: it needs at least {needed}, and the budget is "
-            f"{format_size(plan.request.vram)}.{_that_fits(size)}",
+            f"{format_size(plan.request.vram)}.{_fitting_size(size)}",
             needed_bytes=needed_bytes(plan, "denoise"),
             stage="denoise",
         )
@@ -265,13 +265,13 @@ class Denoiser:
         spare = host.budget("", self._device) - self.vram()
         stock = model.model.memory_required
 
-        def needed(*args: Any, **kwargs: Any) -> float:
-            return self.needed_beside(stock, *args, **kwargs) + max(0, spare)
+        def required_bytes(*args: Any, **kwargs: Any) -> float:
+            return self.step_bytes(stock, *args, **kwargs) + max(0, spare)
 
-        with host.replaced(model.model, "memory_required", needed):
+        with host.replace_attribute(model.model, "memory_required", required_bytes):
             return executor(model, *args, **kwargs)
 
-    def needed_beside(self, stock: Callable[..., float], *args: Any, **kwargs: Any) -> float:
+    def step_bytes(self, stock: Callable[..., float], *args: Any, **kwargs: Any) -> float:
         """Bytes that a step needs in addition to the weights; ``stock`` is the host's own estimate."""
         return _activation_bytes(self.record.plans["denoise"])
 
@@ -312,7 +312,7 @@ class Denoiser:
     ) -> Any:
         unet = executor.class_obj.diffusion_model
         unet = getattr(unet, "_orig_mod", unet)  # torch.compile's wrapper has it
-        if not self._calls or _size(plan) > _size(self._planned):
+        if not self._calls or _size(plan) > _size(self._step_plan):
             self.show(plan)
         settings = plan.settings
         options = dict(transformer_options or {})
@@ -321,9 +321,9 @@ class Denoiser:
             if is_needed(settings, self._node_request.settings, host.attends_fused()):
                 options[DOOR] = override(settings, x.device, self._attended.add, options.get(DOOR))
             settings = dataclasses.replace(settings, **dict.fromkeys(_ATTENTION))
-        attachment = self._prepared(unet, attachable(settings).of_stage("denoise"))
-        self._clock.called(self._size_of(x.shape))
-        with self._measured(unet, x), entered(unet, attachment):
+        attachment = self._prepare_hooks(unet, attachable(settings).of_stage("denoise"))
+        self._clock.record_call(self._size_of(x.shape))
+        with self._record_largest(unet, x), entered(unet, attachment):
             self.record.sites = dict(attachment.sites)
             out = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         if attachment.runs_uncompiled is not None:
@@ -357,14 +357,14 @@ class Denoiser:
                 "need more memory than planned"
             )
 
-    def _prepared(self, unet: Any, settings: Settings) -> Attachment:
+    def _prepare_hooks(self, unet: Any, settings: Settings) -> Attachment:
         ready = self._ready.get(settings)
         if ready is None or ready[0] is not unet:
             ready = self._ready[settings] = unet, prepare(unet, settings, self._device)
         return ready[1]
 
     @contextlib.contextmanager
-    def _measured(self, unet: Any, x: Tensor, anatomy: Anatomy | None = None) -> Iterator[None]:
+    def _record_largest(self, unet: Any, x: Tensor, anatomy: Anatomy | None = None) -> Iterator[None]:
         """Record the first of the largest calls of a sampling; all calls of that size are equal."""
         size = self._size_of(x.shape)
         if size <= self._largest or not host.is_watched(self._device):
@@ -388,7 +388,7 @@ def _part_of(side: int, part: float) -> int:
     return max(64, round(side * part / 64) * 64)
 
 
-def _that_fits(size: tuple[int, int] | None) -> str:
+def _fitting_size(size: tuple[int, int] | None) -> str:
     return "" if size is None else f" {size[0]}x{size[1]} fits in it"
 
 

@@ -27,14 +27,16 @@ def range_of(patcher: Any) -> Any:
     return patcher._vbar_get() if is_dynamic(patcher) else None
 
 
-def paged(patcher: Any) -> int:
+def paged_bytes(patcher: Any) -> int:
     """Bytes of the weights on the GPU that torch's allocator does not see."""
     weights = range_of(patcher)
     return 0 if weights is None else int(weights.loaded_size())
 
 
 @contextlib.contextmanager
-def bounded(patcher: Any, capacity: int, report: Callable[[int], None], warn: Callable[[str], None]) -> Iterator[None]:
+def limit_weights(
+    patcher: Any, capacity: int, report: Callable[[int], None], warn: Callable[[str], None]
+) -> Iterator[None]:
     """Limit the weights of a dynamic ``patcher`` to ``capacity`` bytes, within the block, from each load on.
 
     Weights of other models count too; idle models are evicted as far as needed.
@@ -56,7 +58,9 @@ def bounded(patcher: Any, capacity: int, report: Callable[[int], None], warn: Ca
             return
         ranges.append(weights)
         try:
-            free = capacity - int(patcher.model.model_loaded_weight_memory) - _kept_by_others(patcher, capacity, ranges)
+            free = (
+                capacity - int(patcher.model.model_loaded_weight_memory) - _other_model_bytes(patcher, capacity, ranges)
+            )
             if weights.offset > free:
                 free -= InRange.buffers(layer_bytes(patcher.model))
             size = InRange.pages(free)
@@ -85,7 +89,7 @@ def _open(weights: Any, warn: Callable[[str], None]) -> None:
             weights.prioritize()
 
 
-def _kept_by_others(patcher: Any, capacity: int, ranges: list[Any]) -> int:
+def _other_model_bytes(patcher: Any, capacity: int, ranges: list[Any]) -> int:
     """Bytes held by other models on this GPU: running ones in full, idle ones after eviction.
 
     Args:

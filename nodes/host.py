@@ -75,7 +75,7 @@ def loads_freely() -> bool:
     return bool(getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", False))
 
 
-def others_beside(module: nn.Module) -> dict[str, int]:
+def other_model_bytes(module: nn.Module) -> dict[str, int]:
     """Bytes of the weights of all models that there are besides ``module``, by what they are called for people.
 
     They are looked for among all objects: ComfyUI has a list of the models that it has loaded, and none of what its
@@ -131,7 +131,7 @@ def is_watched(device: torch.device) -> bool:
     return any(node.get("class_type") == REPORT for _, _, prompt, *_ in running for node in prompt.values())
 
 
-def kept(patcher: Any) -> int:
+def loaded_bytes(patcher: Any) -> int:
     """Bytes of a model's weights that the host has on the device it computes on."""
     return int(patcher.loaded_size()) if hasattr(patcher, "loaded_size") else 0
 
@@ -188,7 +188,7 @@ def prompts(guider: Any, model_options: Mapping[str, Any]) -> int:
     if not conds:
         return 1 if unguided else GUIDED
     asked = [cond for name, some in conds.items() for cond in some or () if not (unguided and name == "negative")]
-    alike = Counter(_beside_text(cond) for cond in asked if isinstance(cond, Mapping) and cond.get("area") is None)
+    alike = Counter(_joining_key(cond) for cond in asked if isinstance(cond, Mapping) and cond.get("area") is None)
     return max(alike.values(), default=1)
 
 
@@ -209,7 +209,7 @@ def _is_the_hosts(predicts: Any) -> bool:
     return bool(predicts is samplers.CFGGuider.predict_noise)
 
 
-def _beside_text(cond: Mapping[str, Any]) -> tuple[int | None, ...]:
+def _joining_key(cond: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Key that must be equal, in addition to sizes, for two conds that the host runs together."""
     return tuple(None if cond.get(name) is None else id(cond[name]) for name in ("control", "gligen", "hooks"))
 
@@ -256,7 +256,7 @@ def evaluations(sampler: Any, sigmas: Any) -> float | None:
     return max(1.0, in_a_step - less / (len(sigmas) - 1))
 
 
-def windowed(shape: Sequence[int], model_options: Mapping[str, Any]) -> Sequence[int]:
+def window_shape(shape: Sequence[int], model_options: Mapping[str, Any]) -> Sequence[int]:
     """The ``shape`` of latents, or that of a window of them where a node has set context windows."""
     windows = model_options.get("context_handler")
     place, length = getattr(windows, "dim", None), getattr(windows, "context_length", None)
@@ -287,11 +287,11 @@ _COMPILER = ("disable_comfy_compiler", "disable_cuda_graphs")
 
 _lock = threading.Lock()
 _uncompiled: list[dict[str, Any]] = []
-"""The user's values of these options, once for each block of :func:`uncompiled` that runs."""
+"""The user's values of these options, once for each block of :func:`disable_compiler` that runs."""
 
 
 @contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
+def disable_compiler() -> Iterator[None]:
     """Turn ComfyUI's compiler off within the block, because hooks in layers allocate differently from call to call.
 
     Its options are process-wide, so the first of several blocks sets them and the last restores the user's values."""
@@ -310,7 +310,7 @@ def uncompiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, attribute: str, value: Any) -> Iterator[None]:
+def replace_attribute(owner: Any, attribute: str, value: Any) -> Iterator[None]:
     """Set ``value`` as an attribute of ``owner`` within the block, and restore the earlier state afterwards."""
     here = vars(owner)
     before = here.get(attribute, here)

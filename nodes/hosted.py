@@ -108,7 +108,7 @@ def _widths(unet: nn.Module, names: re.Pattern[str]) -> list[int]:
     )
 
 
-def given_by(conditionings: Mapping[str, Any]) -> Conditions | None:
+def longest_conditions(conditionings: Mapping[str, Any]) -> Conditions | None:
     """Conditions with the longest text of a sampling; None if there are none.
 
     Args:
@@ -119,7 +119,7 @@ def given_by(conditionings: Mapping[str, Any]) -> Conditions | None:
     if not texts:
         return None
     longest = max(texts, key=lambda cond: cond["cross_attn"].shape[1])
-    extras = {name: _without_values(value) for name, value in longest.items() if name not in _NOT_ASKED}
+    extras = {name: _strip_values(value) for name, value in longest.items() if name not in _NOT_ASKED}
     text = longest["cross_attn"].shape[1:]
     return Conditions((text[0], text[1]), tuple((name, value) for name, value in extras.items() if value is not None))
 
@@ -128,11 +128,11 @@ _NOT_ASKED = {"cross_attn", "model_conds", "uuid", "control", "hooks", "area", "
 """Keys of a cond that do not concern the model."""
 
 
-def _without_values(value: Any) -> Any:
+def _strip_values(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Like(tuple(value.shape[1:]), value.dtype)
     if isinstance(value, (list, tuple)) and value and all(isinstance(tensor, Tensor) for tensor in value):
-        return tuple(map(_without_values, value))
+        return tuple(map(_strip_values, value))
     return value if isinstance(value, (int, float, str)) else None
 
 
@@ -195,19 +195,19 @@ def _step_inputs(conditions: Conditions, has_frames: bool, anatomy: Anatomy, sha
         latents=torch.empty(shape.batch, channels, *frames, height, width),
         timestep=torch.empty(()),
         text=torch.empty(shape.rows, *conditions.text),
-        added={name: _emptied(value) for name, value in conditions.others},
+        added={name: _empty_values(value) for name, value in conditions.others},
     )
 
 
-def _emptied(value: Any) -> Any:
+def _empty_values(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_emptied(item) for item in value]
+        return [_empty_values(item) for item in value]
     return torch.empty(1, *value.shape, dtype=value.dtype) if isinstance(value, Like) else value
 
 
 def _predict(base: Any, unet: nn.Module, x: Tensor, inputs: StepInputs) -> Tensor:
     """Prediction of the host's model ``base`` for ``x`` (rows, C, [frames,] h, w), with ``unet`` as its UNet."""
-    model = _with(base, unet)
+    model = _copy_with(base, unet)
     conditions = {
         "cross_attn": inputs.text[:1],
         "noise": inputs.latents,
@@ -215,12 +215,14 @@ def _predict(base: Any, unet: nn.Module, x: Tensor, inputs: StepInputs) -> Tenso
         **inputs.added,
     }
     try:
-        extra = _asked(model, conditions)
+        extra = _model_inputs(model, conditions)
     except Exception as error:  # it reads values, as those of a mask
         if ran_out(error):
             raise
         with without_fakes():
-            extra = _asked(model, map_tensors(conditions, lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype)))
+            extra = _model_inputs(
+                model, map_tensors(conditions, lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype))
+            )
     arguments = {name: condition.process_cond(batch_size=len(x), area=None).cond for name, condition in extra.items()}
     sigmas = inputs.timestep.expand(len(x))
     options = {"sigmas": sigmas, "sample_sigmas": sigmas, "cond_or_uncond": [*range(len(x) // len(inputs.latents))]}
@@ -228,7 +230,7 @@ def _predict(base: Any, unet: nn.Module, x: Tensor, inputs: StepInputs) -> Tenso
     return predicted
 
 
-def _asked(model: Any, conditions: dict[str, Any]) -> dict[str, Any]:
+def _model_inputs(model: Any, conditions: dict[str, Any]) -> dict[str, Any]:
     """Inputs that the model makes of conditions, called like the host's sampler."""
     latents, scale = conditions["noise"], _scale(model.latent_format)
     extra: dict[str, Any] = model.extra_conds(
@@ -244,7 +246,7 @@ def _asked(model: Any, conditions: dict[str, Any]) -> dict[str, Any]:
     return extra
 
 
-def _with(base: Any, unet: nn.Module) -> Any:
+def _copy_with(base: Any, unet: nn.Module) -> Any:
     """The host's model with another in its denoiser's place, and without the patcher that moves its weights."""
     result = copy.copy(base)
     vars(result).update(_modules={**base._modules, "diffusion_model": unet}, current_patcher=None)
@@ -282,7 +284,7 @@ class Traced:
         if _dimensions(self._model.model) not in (2, 3):
             raise PlanningError("it makes no pictures")
         failed: PlanningError | None = None
-        for conditions in self._tried():
+        for conditions in self._candidates():
             try:
                 plan = make(self._anatomy_for(conditions))
             except PlanningError as error:
@@ -296,12 +298,12 @@ class Traced:
         assert failed is not None
         raise failed
 
-    def _tried(self) -> list[Conditions]:
+    def _candidates(self) -> list[Conditions]:
         if self.given is None:
             return list(self._foreseen)
-        plain = dataclasses.replace(self.given, others=_pooled(self.given))
+        plain = dataclasses.replace(self.given, others=_pooled_output(self.given))
         return [self.given, plain, *self._foreseen]
 
 
-def _pooled(conditions: Conditions) -> tuple[tuple[str, Any], ...]:
+def _pooled_output(conditions: Conditions) -> tuple[tuple[str, Any], ...]:
     return tuple(pair for pair in conditions.others if pair[0] == "pooled_output")

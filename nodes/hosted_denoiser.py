@@ -15,7 +15,7 @@ from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.settings import Settings
 from . import host
 from .denoiser import MORE_THAN_IS_FREE, Denoiser
-from .hosted import COMPONENT, Traced, given_by
+from .hosted import COMPONENT, Traced, longest_conditions
 from .interfaces import HostVAE
 from .node_request import NodeRequest, PlanRecord
 
@@ -69,11 +69,11 @@ class HostedDenoiser(Denoiser):
     def outer_sample(self, executor: Any, noise: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run a sampling with the weights limited to the budget."""
         guider = executor.class_obj
-        self._traced.given = given_by(getattr(guider, "conds", {}))
+        self._traced.given = longest_conditions(getattr(guider, "conds", {}))
         try:
             if noise.dim() not in (4, 5):
                 raise PlanningError(f"latents of {tuple(noise.shape)} are not pictures")
-            self._foresee_together(*self._sampled(guider, noise))
+            self._foresee_together(*self._sampling_shape(guider, noise))
         except BudgetError:
             pass  # said with the sizes that fit
         except PlanningError as error:
@@ -94,12 +94,12 @@ class HostedDenoiser(Denoiser):
         stock = patcher.model.memory_required
         most = stock([host.GUIDED * len(noise), *noise.shape[1:]])
 
-        def needed(input_shape: Sequence[int], cond_shapes: Any = None) -> float:
+        def required_bytes(input_shape: Sequence[int], cond_shapes: Any = None) -> float:
             estimate: float = stock(input_shape)
             return estimate if estimate <= most else MORE_THAN_IS_FREE
 
         with (
-            host.replaced(patcher.model, "memory_required", needed),
+            host.replace_attribute(patcher.model, "memory_required", required_bytes),
             self.record.weights_of("denoise", patcher, self.vram() - int(most)),
         ):
             return executor(noise, *args, **kwargs)
@@ -114,10 +114,10 @@ class HostedDenoiser(Denoiser):
         )
         self.record.plans.pop("denoise", None)
 
-    def needed_beside(self, stock: Callable[..., float], *args: Any, **kwargs: Any) -> float:
+    def step_bytes(self, stock: Callable[..., float], *args: Any, **kwargs: Any) -> float:
         """Bytes for a step: by the plan, or by the host's own estimate."""
         if "denoise" in self.record.plans:
-            return super().needed_beside(stock, *args, **kwargs)
+            return super().step_bytes(stock, *args, **kwargs)
         return float(stock(*args, **kwargs))
 
     def vram(self) -> int:
@@ -127,9 +127,9 @@ class HostedDenoiser(Denoiser):
         call = _Called(self._traced.unet, executor)
         if "denoise" in self.record.plans:
             self._look_at(x.shape)
-            self._clock.called(self._size_of(x.shape))
+            self._clock.record_call(self._size_of(x.shape))
             anatomy = anatomy_of_components(self._traced.anatomy.family, {COMPONENT: call})
-            with self._measured(call, x, anatomy):
+            with self._record_largest(call, x, anatomy):
                 out = call(x, *args, **kwargs)
         else:
             out = call(x, *args, **kwargs)
@@ -146,7 +146,7 @@ class HostedDenoiser(Denoiser):
                 f"that may need more memory than predicted, and {self._traced.name} cannot be divided"
             )
         elif self._pixels(shape) == _piece(self._forecast):
-            if _piece(self._planned) != _piece(self._forecast):
+            if _piece(self._step_plan) != _piece(self._forecast):
                 self.show(self._forecast)
         elif not self._calls:
             with contextlib.suppress(BadInputError, BudgetError, PlanningError):

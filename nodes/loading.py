@@ -37,7 +37,7 @@ class Loading:
     most: int = 0
     reserve: int = 0
 
-    def kept(self, weights: int, vram: int, activations: int) -> int:
+    def resident_bytes(self, weights: int, vram: int, activations: int) -> int:
         """Bytes of ``weights`` on a device of which ``vram`` may be used, in addition to ``activations``."""
         if self.whole:
             return weights
@@ -49,7 +49,7 @@ class Loading:
         Args:
             layer: bytes of the largest layer.
         """
-        resident = self.kept(weights, request.vram, stage.activation_bytes)
+        resident = self.resident_bytes(weights, request.vram, stage.activation_bytes)
         return resident, min(layer, weights - resident)
 
 
@@ -76,13 +76,13 @@ class InRange(Loading):
         return 2 * -(-layer // _CHUNK) * _CHUNK
 
     def stage(self, stage: StagePlan, request: Request, weights: int, layer: int) -> tuple[int, int]:
-        capacity = min(self.most, request.vram - request.overhead_bytes) - beside_weights(stage)
+        capacity = min(self.most, request.vram - request.overhead_bytes) - non_weight_bytes(stage)
         if weights <= capacity:
             return weights, 0
         return min(weights, self.pages(capacity - self.buffers(layer))), self.buffers(layer)
 
 
-def beside_weights(stage: StagePlan) -> int:
+def non_weight_bytes(stage: StagePlan) -> int:
     """Bytes that a stage needs on the device in addition to its weights, workspaces included."""
     return stage.reserved_bytes - stage.weights_bytes
 
@@ -101,7 +101,7 @@ def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: 
     if loading.whole:
         loaded_anatomy = dataclasses.replace(anatomy, kept={name: weights})
         plan = _fitting_or_leanest(loaded_anatomy, request, settings.filled(offload="none"))
-        return _as_loaded(plan, loading, weights, 0)
+        return _loaded_plan(plan, loading, weights, 0)
     least = min(weights, loading.least)
     plans: list[Plan] = []
     refused: BudgetError | None = None
@@ -113,7 +113,7 @@ def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: 
         except BudgetError as error:
             refused = error
             continue
-        plans.append(_as_loaded(plan, loading, weights, layer_bytes(module)))
+        plans.append(_loaded_plan(plan, loading, weights, layer_bytes(module)))
         if plan.next_faster is None:
             break
     if not plans:
@@ -134,7 +134,7 @@ def _fitting_or_leanest(anatomy: Anatomy, request: Request, settings: Settings) 
             asked = dataclasses.replace(asked, vram=error.needed_bytes)
 
 
-def _as_loaded(plan: Plan, loading: Loading, weights: int, layer: int) -> Plan:
+def _loaded_plan(plan: Plan, loading: Loading, weights: int, layer: int) -> Plan:
     """``plan`` with the weights as the host will have them.
 
     Args:
@@ -163,7 +163,7 @@ def _stage(stage: StagePlan, request: Request, loading: Loading, weights: int, l
         stage,
         weights_bytes=here,
         peak_bytes=here + stage.activation_bytes,
-        reserved_bytes=here + beside_weights(stage),
+        reserved_bytes=here + non_weight_bytes(stage),
         host_bytes=moved + stage.parked_bytes,
         seconds=stage.seconds + copies * moved / request.rates.copy_bandwidth,
     )

@@ -19,7 +19,7 @@ from ..sd_lowvram.planning.request import DEFAULT_STEPS, Request, request_for
 from ..sd_lowvram.saved_latents.hosted import CHOICES
 from ..sd_lowvram.settings import Settings, knobs
 from . import host
-from .dynamic_vram import bounded, paged
+from .dynamic_vram import limit_weights, paged_bytes
 from .loading import plan_beside
 
 
@@ -35,7 +35,7 @@ class ChosenSettings:
     save_latents: str = CHOICES[0]
 
 
-def chosen(settings: ChosenSettings | None) -> ChosenSettings:
+def settings_or_default(settings: ChosenSettings | None) -> ChosenSettings:
     """``settings``, or those that leave everything to the plan."""
     return ChosenSettings() if settings is None else settings
 
@@ -176,9 +176,9 @@ class PlanRecord:
         """Run ``stage`` within the block; of ``patcher``, dynamic VRAM holds up to ``capacity`` bytes of weights.
 
         The bytes that the host held are recorded."""
-        with bounded(patcher, capacity, lambda size: self.bounds.update({stage: size}), self.warn):
+        with limit_weights(patcher, capacity, lambda size: self.bounds.update({stage: size}), self.warn):
             yield
-            self.kept[stage], self.paged[stage] = host.kept(patcher), paged(patcher)
+            self.kept[stage], self.paged[stage] = host.loaded_bytes(patcher), paged_bytes(patcher)
 
     def warn(self, sentence: str) -> None:
         """Note ``sentence`` on the run, and say it in the log and on the node that runs."""

@@ -10,7 +10,7 @@ from . import host
 from .autoencoder import optimized_vae
 from .inputs import BUDGET, MODEL, SAVE_LATENTS, SETTINGS, VAE, checked_budget, knob_inputs, settings_of
 from .interfaces import HostVAE, ModelPatcher
-from .node_request import ChosenSettings, NodeRequest, PlanRecord, chosen
+from .node_request import ChosenSettings, NodeRequest, PlanRecord, settings_or_default
 from .refusals import UnservedVAEError
 from .report_text import verdict
 from .sampling import foresee_sampling, optimized_model
@@ -55,7 +55,7 @@ class LowVRAM:
         settings: ChosenSettings | None = None,
         unique_id: str | None = None,
     ) -> dict[str, Any]:
-        node_request = NodeRequest(budget, chosen(settings).settings)
+        node_request = NodeRequest(budget, settings_or_default(settings).settings)
         record = PlanRecord(node=unique_id)
         made_vae = vae
         with host.refusals_in(unique_id):

@@ -30,7 +30,7 @@ def denoiser_of(model: ModelPatcher) -> Anatomy | None:
     why = next((SHARED[key] for keys in getattr(model, "wrappers", {}).values() for key in keys if key in SHARED), None)
     if why is not None:
         raise BadInputError(why)
-    anatomy, _ = _known(model.get_model_object("diffusion_model"))
+    anatomy, _ = _anatomy_or_problem(model.get_model_object("diffusion_model"))
     if anatomy is None or anatomy.denoiser is None:
         return None
     computes = host.computes(model)
@@ -45,7 +45,7 @@ def autoencoder_of(vae: HostVAE) -> Anatomy:
     """
     vae.throw_exception_if_invalid()
     model = vae.first_stage_model
-    anatomy, why = _known(model)
+    anatomy, why = _anatomy_or_problem(model)
     if anatomy is None or anatomy.autoencoder is None:
         raise UnservedVAEError(
             f"{type(model).__name__} {why}: the low VRAM nodes serve {_VAES}. "
@@ -54,7 +54,7 @@ def autoencoder_of(vae: HostVAE) -> Anatomy:
     return dataclasses.replace(anatomy, computes={anatomy.autoencoder: vae.vae_dtype})
 
 
-def _known(module: Any) -> tuple[Anatomy | None, str]:
+def _anatomy_or_problem(module: Any) -> tuple[Anatomy | None, str]:
     """The anatomy of a model that a plan can be made for; else what stands against it."""
     try:
         return anatomy_of(module), "is of another kind"

@@ -10,7 +10,7 @@ from ..sd_lowvram.planning.plan import Plan, StagePlan
 from ..sd_lowvram.settings import knobs
 from ..sd_lowvram.units import GIB, MIB, format_size, format_time
 from . import host
-from .loading import beside_weights
+from .loading import non_weight_bytes
 from .node_request import PlanRecord, attachable
 
 _PARTS = {"denoise": ("model", "a step"), "decode": ("VAE", "decoding"), "encode": ("VAE", "encoding")}
@@ -30,7 +30,7 @@ def verdict(record: PlanRecord, *stages: str) -> str:
     plan, whole = plans[name], host.loading(plans[name].request.device).whole
     duration = _duration(plans, record.steps, seconds_a_step(record))
     needed, free = needed_bytes(plan, name), host.budget("", plan.request.device)
-    first = f"{_of(needed, plan.request.vram)}, {duration}"
+    first = f"{_share_text(needed, plan.request.vram)}, {duration}"
     if fits(plan, name):
         stated = bool(record.budgets.get(name)) and free < plan.request.vram
         first = f"{'more than is free' if stated and free < needed else 'fits'}: {first}"
@@ -56,7 +56,7 @@ def needed_bytes(plan: Plan, name: str) -> int:
 
 def room_for_weights(plan: Plan, name: str) -> int:
     """Bytes that the budget leaves for weights after all else that a stage needs."""
-    return plan.request.vram - plan.predicted.overhead_bytes - beside_weights(stage_of(plan, name))
+    return plan.request.vram - plan.predicted.overhead_bytes - non_weight_bytes(stage_of(plan, name))
 
 
 def fits(plan: Plan, name: str) -> bool:
@@ -72,7 +72,7 @@ def _accounts(record: PlanRecord, stage: StagePlan, on_cpu: bool, whole: bool) -
     passing = stage.host_bytes - stage.parked_bytes
     if not on_cpu and host.loads_freely() and passing:
         yield f"limited: dynamic VRAM copies in the remaining {format_size(passing)} of the {part} for {work}"
-    loaded = host.others_beside(record.model_of(stage.name))
+    loaded = host.other_model_bytes(record.model_of(stage.name))
     if loaded:
         does = "does not unload them on this device" if whole else "unloads them when it needs memory"
         shown = ", ".join(f"{kind} {format_size(size)}" for kind, size in loaded.items())
@@ -81,7 +81,7 @@ def _accounts(record: PlanRecord, stage: StagePlan, on_cpu: bool, whole: bool) -
         yield f"also needed: {format_size(stage.host_bytes)} for parked results, in the same memory on a CPU"
 
 
-def _of(part: int, whole: int) -> str:
+def _share_text(part: int, whole: int) -> str:
     """ "3.3 of 4 GiB"."""
     step, unit = (GIB, "GiB") if whole >= GIB else (MIB, "MiB")
     if part < step / 10:
@@ -126,12 +126,12 @@ def run_line(record: PlanRecord, calls: int) -> str:
     took = measured_step(record)
     seconds = "" if took is None else f" of {format_time(took)} ({format_time(seconds_a_step(record))} predicted)"
     return (
-        f"{_sampled(record)}, {calls} calls of the model, {len(record.step_seconds)} steps"
-        f"{seconds}, planned {_of(needed_bytes(plan, 'denoise'), plan.request.vram)}"
+        f"{_sampling_size(record)}, {calls} calls of the model, {len(record.step_seconds)} steps"
+        f"{seconds}, planned {_share_text(needed_bytes(plan, 'denoise'), plan.request.vram)}"
     )
 
 
-def _sampled(record: PlanRecord) -> str:
+def _sampling_size(record: PlanRecord) -> str:
     """The size of the picture, and of the pieces of it with which the model is called, where it is called so."""
     plans = record.plans
     planned = (plans["denoise"] if "denoise" in plans else next(iter(plans.values()))).request
@@ -151,7 +151,7 @@ def report_text(record: PlanRecord) -> str:
     peaks = measured_peaks(record)
     lines = [
         verdict(record),
-        f"{_sampled(record)}, batch {request.batch}, budget {format_size(request.vram)}",
+        f"{_sampling_size(record)}, batch {request.batch}, budget {format_size(request.vram)}",
         f"{'':<9}{'allocated':>10}{'measured':>10}{'weights':>10}{'loaded':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
     ]
     lines += [_row(record, name, peaks.get(name)) for name in record.plans]
@@ -159,7 +159,7 @@ def report_text(record: PlanRecord) -> str:
         predicted = sum(record.step_calls) * _seconds_a_call(record)
         whole = f"{format_time(sum(record.step_seconds))} measured, {format_time(predicted)} predicted"
         lines.append(f"{len(record.step_seconds)} steps ran: {whole}")
-    lines += _reserved(record)
+    lines += _reserved_lines(record)
     if peaks and request.device.type == "cpu":
         both = (f"{name} {format_size(stage_of(plan, name).held_bytes)}" for name, plan in record.plans.items())
         lines.append(f"on a CPU, VRAM and RAM are the same memory, measured together: planned {', '.join(both)}")
@@ -183,7 +183,7 @@ def _row(record: PlanRecord, name: str, peak: int | None) -> str:
     return f"{row:<9}{figures}{_seconds(predicted):>9}{_seconds(took):>10}"
 
 
-def _reserved(record: PlanRecord) -> Iterator[str]:
+def _reserved_lines(record: PlanRecord) -> Iterator[str]:
     """A line for each stage whose reserved bytes were measured, next to its budget."""
     for name, stages in record.measured.items():
         reserved = max((stage.reserved_bytes for stage in stages), default=0)
@@ -217,9 +217,9 @@ def stage_of(plan: Plan, name: str) -> StagePlan:
 def _choices(plan: Plan, name: str) -> str:
     attached = {knob: value for knob, _, value in attachable(plan.settings).of_stage(name).decided()}
     decided = {**attached, **stage_of(plan, name).choice}
-    named = (f"{knobs()[name].label}: {_shown(value)}" for name, value in decided.items() if value is not None)
+    named = (f"{knobs()[name].label}: {_value_text(value)}" for name, value in decided.items() if value is not None)
     return ", ".join(named) or "unchanged"
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "on" if value is True else "off" if value is False else str(value)

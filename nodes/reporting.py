@@ -18,7 +18,7 @@ from .autoencoder import plan_autoencoder
 from .bars import memory_bars
 from .inputs import BATCH, BUDGET, MODEL, SETTINGS, STEPS, VAE, checked_budget, side
 from .interfaces import HostVAE, ModelPatcher
-from .node_request import ChosenSettings, NodeRequest, PlanRecord, chosen
+from .node_request import ChosenSettings, NodeRequest, PlanRecord, settings_or_default
 from .optimising import CATEGORY
 from .refusals import UnservedVAEError
 from .report_text import measured_peaks, report_text, stage_of
@@ -74,7 +74,7 @@ class LowVRAMPlan:
         settings: ChosenSettings | None = None,
         unique_id: str | None = None,
     ) -> dict[str, Any]:
-        node_request = NodeRequest(budget, chosen(settings).settings, steps)
+        node_request = NodeRequest(budget, settings_or_default(settings).settings, steps)
         record = PlanRecord(steps=steps)
         with host.refusals_in(unique_id):
             foresee_sampling(optimized_model(model, node_request, record), width, height, batch)
@@ -84,7 +84,7 @@ class LowVRAMPlan:
                 plan_autoencoder(vae, node_request, record, record.plans["denoise"].request)
             except UnservedVAEError as error:
                 record.say(f"the decode is not predicted: {error}")
-        return _shown(record)
+        return _report_result(record)
 
 
 class LowVRAMReport:
@@ -108,15 +108,15 @@ class LowVRAMReport:
 
     def report(self, images: Tensor, plan: PlanRecord | None = None) -> dict[str, Any]:
         """Show ``plan``; the page sends none where Low VRAM is bypassed."""
-        return _shown(PlanRecord(untold=_NO_PLAN) if plan is None else plan)
+        return _report_result(PlanRecord(untold=_NO_PLAN) if plan is None else plan)
 
 
-def _shown(record: PlanRecord) -> dict[str, Any]:
+def _report_result(record: PlanRecord) -> dict[str, Any]:
     text = report_text(record)
     return {"ui": {"text": [text]}, "result": (text, _plot(record))}
 
 
-def _joined(record: PlanRecord) -> Plan:
+def _joined_plan(record: PlanRecord) -> Plan:
     """The plans of all stages as one; the host moves models in and out between them."""
     stages = tuple(stage_of(plan, name) for name, plan in record.plans.items())
     widest = max(record.plans.values(), key=lambda plan: plan.predicted.peak_bytes)
@@ -138,7 +138,7 @@ def _plot(record: PlanRecord) -> Tensor:
         else None
     )
     try:
-        picture = Image.open(io.BytesIO(memory_png(_joined(record), run)))
+        picture = Image.open(io.BytesIO(memory_png(_joined_plan(record), run)))
     except BadInputError:  # no matplotlib
-        picture = memory_bars(_joined(record), measured_peaks(record))
+        picture = memory_bars(_joined_plan(record), measured_peaks(record))
     return torch.from_numpy(numpy.asarray(picture.convert("RGB"), dtype=numpy.float32) / 255)[None]

@@ -31,7 +31,7 @@ class Workflow:
 @contextlib.contextmanager
 def saved_first(latents: Tensor, choice: str, workflow: Workflow) -> Iterator[None]:
     """Save ``latents`` to a file within the block, if ``choice`` says so; the file stays if the block fails."""
-    path = None if choice == CHOICES[0] else _saved(latents, workflow)
+    path = None if choice == CHOICES[0] else _save_latents(latents, workflow)
     try:
         yield
     except BaseException:
@@ -42,7 +42,7 @@ def saved_first(latents: Tensor, choice: str, workflow: Workflow) -> Iterator[No
         path.unlink(missing_ok=True)
 
 
-def _saved(latents: Tensor, workflow: Workflow) -> Path | None:
+def _save_latents(latents: Tensor, workflow: Workflow) -> Path | None:
     """Save ``latents`` and return the file; a failure is reported, and the decode goes on."""
     import folder_paths
 

@@ -27,7 +27,7 @@ class StepClock:
         self.seconds: list[float] = []
         self.sizes: list[int] = []
 
-    def called(self, size: int) -> None:
+    def record_call(self, size: int) -> None:
         """The model is about to run on so much."""
         if not self._size and not self.seconds:
             self._begun = self._now()

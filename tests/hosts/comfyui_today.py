@@ -114,7 +114,7 @@ def _foretold(record: Any) -> Iterator[list[float]]:
     """Within the block, what a step's calls are predicted to be whenever a verdict is shown."""
     host = importlib.import_module(".nodes.host", inside.pack_name())
     told: list[float] = []
-    with host.replaced(host, "tell", lambda node, text: told.append(record.calls)):
+    with host.replace_attribute(host, "tell", lambda node, text: told.append(record.calls)):
         yield told
 
 

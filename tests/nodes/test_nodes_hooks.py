@@ -448,7 +448,7 @@ def test_dynamic_vram_is_planned_in_pages_and_buffers(pack, parts, monkeypatch) 
         return loading.plan_beside(kind, anatomy, request, settings)
 
     plenty = planned(1 << 40).stages[0]
-    beside = loading.beside_weights(plenty)
+    beside = loading.non_weight_bytes(plenty)
     plan = planned(beside + weights * 3 // 4)
     (part,), copies = plan.stages, kind.buffers(loading.layer_bytes(parts["unet"]))
     kept = part.weights_bytes - copies

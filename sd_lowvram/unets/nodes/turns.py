@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....nodes.call_options import passed_on
+from ....nodes.call_options import merge_options
 from ....nodes.interfaces import ModelPatcher
 from ....nodes.refusals import SHARED
 from ....nodes.sampling import wrappers_of
@@ -175,7 +175,7 @@ class _ModelSwitch:
     def _passed_on(self, options: dict[str, Any], whole: Any, small: Any) -> dict[str, Any]:
         before = self._own.model_options.get("transformer_options", {})
         shape, other = ((len(unet.input_blocks), len(unet.output_blocks)) for unet in (whole, small))
-        return passed_on(options, before, self._options["transformer_options"], shape == other)
+        return merge_options(options, before, self._options["transformer_options"], shape == other)
 
 
 def _step(sigma: Tensor, sigmas: Tensor) -> int:
