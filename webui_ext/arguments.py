@@ -112,12 +112,12 @@ IN_SIGHT = ("vram", "preset")
 def arguments() -> tuple[Argument, ...]:
     """All arguments in the order of the positional list."""
     shown = {name: knob for name, knob in knobs().items() if "panel" in knob.surfaces}
-    before = [_of_knob(name, knob) for name, knob in shown.items() if knob.place < _PLACE_OF_SAVING]
-    after = [_of_knob(name, knob) for name, knob in shown.items() if knob.place >= _PLACE_OF_SAVING]
+    before = [_knob_argument(name, knob) for name, knob in shown.items() if knob.place < _PLACE_OF_SAVING]
+    after = [_knob_argument(name, knob) for name, knob in shown.items() if knob.place >= _PLACE_OF_SAVING]
     return (*_OWN, *before, _SAVING, *after)
 
 
-def _of_knob(name: str, knob: Knob) -> Argument:
+def _knob_argument(name: str, knob: Knob) -> Argument:
     label = f"{knob.label} ({knob.unit})" if knob.unit else knob.label
     if knob.type is int:
         return Argument(name, label, f"{knob.help}; 0: automatic", "number", 0, maximum=knob.maximum, knob=True)
@@ -166,7 +166,7 @@ def settings_of(chosen: Mapping[str, Any]) -> Settings:
     return settings.filled(channels_last=False) if chosen["preset"] == "exact" else settings
 
 
-def chosen_of(settings: Settings) -> dict[str, Any]:
+def knob_values(settings: Settings) -> dict[str, Any]:
     """The arguments that stand for the knobs of ``settings``, the undecided ones automatic."""
     values = ((argument, getattr(settings, argument.name)) for argument in arguments() if argument.knob)
     return {argument.name: argument.default if value is None else argument.check(value) for argument, value in values}

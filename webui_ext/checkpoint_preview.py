@@ -55,15 +55,15 @@ def model() -> Any:
     if getattr(shared.cmd_opts, "no_half", False) and getattr(devices, "dtype_unet", None) is torch.float16:
         return None
     try:
-        return of(sd_models.select_checkpoint())
+        return preview_model(sd_models.select_checkpoint())
     except (ImportError, AttributeError, KeyError, ValueError):
         return None
 
 
-def of(checkpoint: Any) -> PreviewedModel | None:
+def preview_model(checkpoint: Any) -> PreviewedModel | None:
     """The blueprint of a checkpoint as the host lists it; None where it is none that we can read."""
     try:
-        return _drawn(checkpoint.filename, os.path.getmtime(checkpoint.filename)) if checkpoint else None
+        return _draw_model(checkpoint.filename, os.path.getmtime(checkpoint.filename)) if checkpoint else None
     except (LowVRAMError, ImportError, OSError, AttributeError, KeyError, ValueError):
         return None
 
@@ -78,13 +78,13 @@ def identity(target: Any) -> Hashable:
 
 
 @functools.lru_cache(maxsize=2)
-def _drawn(file: str, changed: float) -> PreviewedModel:
+def _draw_model(file: str, changed: float) -> PreviewedModel:
     try:
         from modules import sd_models_config
 
         find_config = sd_models_config.find_checkpoint_config_near_filename
     except (ImportError, AttributeError):  # Forge has nothing in that module, and Forge Neo has no such module
-        return _with_diffusers(file)
+        return _diffusers_model(file)
     header = read_header(Path(file))
     config = find_config(SimpleNamespace(filename=file))
     if config is None and header.shape(_SD2)[1:] == (1024,):
@@ -118,7 +118,7 @@ def _text_bytes(header: Header) -> int:
     return sum(elements) * torch.empty(0, dtype=devices.dtype).element_size()
 
 
-def _with_diffusers(file: str) -> PreviewedModel:
+def _diffusers_model(file: str) -> PreviewedModel:
     """Forge's own modules have the same layers as diffusers', which it brings along."""
     from sd_lowvram.checkpoints.meta_model import meta_anatomy
 

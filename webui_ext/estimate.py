@@ -93,7 +93,7 @@ def sentence(make: Callable[[], Plan], size: str) -> Told:
     try:
         plan = make()
     except BudgetError as error:
-        return _told("does not fit", "does not fit", f"{size} does not fit: {error}")
+        return _estimate_text("does not fit", "does not fit", f"{size} does not fit: {error}")
     except LowVRAMError as error:
         if error.plainly:  # the log has what the page leaves out
             print(f"[{NAME}] {error.args[0]}")
@@ -105,14 +105,14 @@ def sentence(make: Callable[[], Plan], size: str) -> Told:
     about += f"{steps} step{'s' if steps != 1 else ''}" if whole else "the decode"
     if decides and decides.values["over_budget"]:
         more = f"takes more than {budget}"
-        return _told("over budget", more, "; ".join([f"{size} {more}, {about}", *_chosen(plan)]))
+        return _estimate_text("over budget", more, "; ".join([f"{size} {more}, {about}", *_unusual_choices(plan)]))
     total = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
     fits = f"{size} fits into {budget}" if decides else f"{size} fits: {total} of {budget}"
-    head = f"fits into {budget}" if decides else f"fits, {_of(total, budget)}"
-    return _told("fits", head, "; ".join([f"{fits}, {about}", *_chosen(plan)]))
+    head = f"fits into {budget}" if decides else f"fits, {_share_text(total, budget)}"
+    return _estimate_text("fits", head, "; ".join([f"{fits}, {about}", *_unusual_choices(plan)]))
 
 
-def together(tolds: Sequence[Told]) -> Told:
+def join_texts(tolds: Sequence[Told]) -> Told:
     """Texts of a generation's passes: all lines, under the head of the worst.
 
     Among equals it is the head of the last pass, which is the larger picture."""
@@ -120,7 +120,7 @@ def together(tolds: Sequence[Told]) -> Told:
     return Told(worst.verdict, worst.head, "".join(part.line for part in tolds))
 
 
-def _of(part: str, whole: str) -> str:
+def _share_text(part: str, whole: str) -> str:
     """ "3.3 of 4 GiB", or with both units where they differ."""
     number, unit = part.split()
     return f"{number if whole.endswith(unit) else part} of {whole}"
@@ -131,37 +131,37 @@ def decision_in(plan: Plan) -> Reason | None:
     return next(iter(of_kind(plan.reasons, Kind.HOST_DECIDES)), None)
 
 
-def _chosen(plan: Plan) -> list[str]:
+def _unusual_choices(plan: Plan) -> list[str]:
     """Sentences on the unusual choices of a plan. Its own reasons name budgets without the text encoders' share."""
     settings, decided = plan.settings, of_kind(plan.reasons, Kind.HOST_DECIDES, Kind.HOST_FETCHES)[:1]
     briefly = {name: words.get(getattr(settings, name)) for name, words in BRIEFLY.items()}
     offload = briefly.pop("offload")  # the host's decision takes its place
     weights = decided or filter(None, [offload])
-    return [*weights, *of_kind(plan.reasons, Kind.DECODE_ONLY), *filter(None, briefly.values()), *beside(plan)]
+    return [*weights, *of_kind(plan.reasons, Kind.DECODE_ONLY), *filter(None, briefly.values()), *tile_reasons(plan)]
 
 
-def beside(plan: Plan) -> list[Reason]:
+def tile_reasons(plan: Plan) -> list[Reason]:
     """Reason on another extension's Tiled VAE; empty if none is on."""
     return of_kind(plan.reasons, Kind.TILES_UNUSED, Kind.TILES_DECODE)
 
 
 def complaint(text: str) -> Told:
     """Texts for unusable values."""
-    return _told("unusable", "cannot be planned", text)
+    return _estimate_text("unusable", "cannot be planned", text)
 
 
 def note(text: str) -> Told:
     """Texts if nothing can be predicted yet."""
-    return _told("unknown", "", text)
+    return _estimate_text("unknown", "", text)
 
 
-def _told(verdict: str, head: str, text: str) -> Told:
+def _estimate_text(verdict: str, head: str, text: str) -> Told:
     marked = f'data-verdict="{verdict}" style="color: {"inherit" if verdict in ("fits", "unknown") else "#c00"}'
     line = f'<p {marked}; padding: 0.5em">{html.escape(text)}</p>'
     return Told(verdict, f'<span {marked}">{html.escape(head)}</span>' if head else "", line)
 
 
-WAITS = _told("unknown", "waits for the running picture", f"{TITLE}: waits for the running picture")
+WAITS = _estimate_text("unknown", "waits for the running picture", f"{TITLE}: waits for the running picture")
 """Texts while a generation has the host's queue."""
 
 

@@ -28,8 +28,8 @@ def add_axes() -> None:
         present = {option.label for option in module.axis_options}
         wanted = [argument for argument in arguments() if argument.name != "enabled"]
         module.axis_options.extend(_axis(module, argument) for argument in wanted if _label(argument) not in present)
-        if getattr(module.process_images, "func", None) is not _or_the_reason:
-            module.process_images = functools.partial(_or_the_reason, module.process_images, module.Processed)
+        if getattr(module.process_images, "func", None) is not _result_or_reason:
+            module.process_images = functools.partial(_result_or_reason, module.process_images, module.Processed)
 
 
 def _label(argument: Argument) -> str:
@@ -63,16 +63,16 @@ def _confirm(argument: Argument) -> Callable[[Any, Any], None]:
     return confirm
 
 
-def _or_the_reason(make: Callable[[Any], Any], processed: Callable[..., Any], p: Any) -> Any:
+def _result_or_reason(make: Callable[[Any], Any], processed: Callable[..., Any], p: Any) -> Any:
     """Result of the host for ``p``, or our reason for refusing it."""
     try:
         return make(p)
     except Refused as refused:
         reason = str(refused)
-        return processed(p, [_drawn(reason, p.width, p.height)], p.seed, reason, infotexts=[reason])
+        return processed(p, [_text_picture(reason, p.width, p.height)], p.seed, reason, infotexts=[reason])
 
 
-def _drawn(text: str, width: int, height: int) -> Any:
+def _text_picture(text: str, width: int, height: int) -> Any:
     """``text`` on a picture of this size, in letters that let all of it stand there."""
     from modules.images import get_font
     from PIL import Image, ImageDraw

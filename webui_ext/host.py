@@ -69,7 +69,7 @@ def swaps_layers(model: Any) -> bool:
     return kind(model) != "a1111"
 
 
-def planned(model: Any) -> Any:
+def plannable_anatomy(model: Any) -> Any:
     """Anatomy of the host's model: all of it, or its autoencoder alone if its denoiser runs plain here.
 
     The denoisers of Flux, Chroma and SD3 run plain.
@@ -91,14 +91,14 @@ def anatomy(model: Any) -> Anatomy:
     """The anatomy of a model, or of a blueprint that brings its own, with the types in which the host computes."""
     if is_blueprint(model):
         return cast(Anatomy, model.anatomy)
-    dissected = anatomy_of(planned(model))
+    dissected = anatomy_of(plannable_anatomy(model))
     if kind(model) == "a1111" and getattr(devices, "fp8", False):
-        predict = functools.partial(_widened, dissected.family.predict)
+        predict = functools.partial(_predict_wide, dissected.family.predict)
         dissected = dataclasses.replace(dissected, family=dataclasses.replace(dissected.family, predict=predict))
     return dataclasses.replace(dissected, computes=_computes(model, dissected))
 
 
-def _widened(predict: Callable[..., Tensor], *args: Any) -> Tensor:
+def _predict_wide(predict: Callable[..., Tensor], *args: Any) -> Tensor:
     """A prediction with weights of 8 bits: they are widened as for the host, in a type as wide, and in the denoiser
     alone."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -119,9 +119,9 @@ def _computes(model: Any, dissected: Anatomy) -> dict[str, torch.dtype]:
     return {name: dtype for name, dtype in types.items() if name is not None and isinstance(dtype, torch.dtype)}
 
 
-def tiled_by_others(model: Any) -> bool:
+def is_tiled_elsewhere(model: Any) -> bool:
     """True if another extension has replaced the autoencoder's decode or encode, like Tiled VAE."""
-    vae = None if is_blueprint(model) else anatomy_of(planned(model)).vae
+    vae = None if is_blueprint(model) else anatomy_of(plannable_anatomy(model)).vae
     parts = (getattr(vae, name, None) for name in ("decoder", "encoder"))
     return any(part is not None and is_foreign(part, "forward") for part in parts)
 
@@ -145,7 +145,7 @@ def passes(model: Any, scale: float, prompts: Sequence[str] = (), image_scale: f
     return conditions if getattr(shared.opts, "skip_early_cond", 0) >= 1 else conditions + 1
 
 
-def unscaled(model: Any, latents: Tensor) -> Tensor:
+def unscale(model: Any, latents: Tensor) -> Tensor:
     """Latents of the denoiser's scale as the autoencoder takes them."""
     if kind(model) == "forge":
         scaled: Tensor = model.forge_objects.vae.first_stage_model.process_out(latents)
@@ -175,7 +175,7 @@ def budget(text: str, model: Any, where: torch.device) -> tuple[int, int]:
     as free; and how many of them the host's other modules hold on the device, the text encoders above all."""
     if is_blueprint(model):
         return parse_size(text, "vram") if text else budget_of(where, free_vram(where)), model.other_bytes
-    ours = _bytes_on(where, all_tensors(*anatomy_of(planned(model)).components.values()))
+    ours = _bytes_on(where, all_tensors(*anatomy_of(plannable_anatomy(model)).components.values()))
     shell = all_tensors(model) if isinstance(model, nn.Module) and not moves_weights(model) else []
     other_bytes = max(0, _bytes_on(where, shell) - ours)
     if text:
@@ -223,7 +223,7 @@ def precision_of_attention() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_the_type_it_computes_in(dissected: Anatomy) -> Iterator[None]:
+def use_compute_type(dissected: Anatomy) -> Iterator[None]:
     """Start ldm's UNet in its compute type within the block, a trace, if the host leaves that to autocast.
 
     Bytes that autocast holds in float32 during a norm are not predicted."""

@@ -61,7 +61,7 @@ class Line:
         second = event | {"fn": self.tell_in_turn, "show_progress": "hidden"}  # the last verdict stays until then
         enabled = controls[[argument.name for argument in arguments()].index("enabled")]
         enabled.change(**event).then(**second)  # also when it goes off, which empties both
-        event["_js" if gr.__version__.startswith("3.") else "js"] = _while_on(inputs.index(enabled), len(inputs))
+        event["_js" if gr.__version__.startswith("3.") else "js"] = _gate_script(inputs.index(enabled), len(inputs))
         for component in inputs:
             if component is not enabled:
                 component.change(**event).then(**second)
@@ -76,10 +76,10 @@ class Line:
         return self._updates(values, patient=True)
 
     def _updates(self, values: Sequence[Any], patient: bool) -> list[Any]:
-        texts = self._told(values, patient)
+        texts = self._estimate(values, patient)
         return [gr.update(), gr.update()] if texts is None else [texts.line, texts.head]
 
-    def _told(self, values: Sequence[Any], patient: bool) -> estimate.Told | None:
+    def _estimate(self, values: Sequence[Any], patient: bool) -> estimate.Told | None:
         sizes = dict(zip(self.names, values, strict=False))
         try:
             chosen = read(values[len(self.names) :], {})
@@ -99,7 +99,7 @@ class Line:
         return estimate.answer(self.tab, key, host.queue(), _teller(model, chosen, pictures), patient)
 
 
-def _while_on(switch: int, count: int) -> str:
+def _gate_script(switch: int, count: int) -> str:
     """JavaScript that the page runs before it calls us: while the panel is off it waits and calls nothing.
 
     Args:
@@ -125,7 +125,7 @@ def _is_hidden_number(component: Any, elem_id: str | None) -> bool:
 def _teller(model: Any, chosen: dict[str, Any], pictures: list[Generation]) -> Callable[[], estimate.Told]:
     def tell() -> estimate.Told:
         plans = ((functools.partial(run.plan_for, model, chosen, picture), _size(picture)) for picture in pictures)
-        return estimate.together([estimate.sentence(*plan) for plan in plans])
+        return estimate.join_texts([estimate.sentence(*plan) for plan in plans])
 
     return tell
 

@@ -58,7 +58,7 @@ def decision(model: Any, dissected: Anatomy, plan: Plan) -> Reason:
     here = sum(tensor.nbytes for tensor in all_tensors(*parts) if tensor.device.type == where.type)
     free, whole = free_vram(where), weight_bytes(*parts)
     sizes = {name: weight_bytes(part) for name, part in components.items()}
-    capacity = max(0, free + here - _for_inference())
+    capacity = max(0, free + here - _inference_bytes())
     if where.type == "cpu" or whole <= capacity:
         keeps, resident = "all", dict.fromkeys(sizes, whole)
     elif max(sizes.values()) <= capacity:
@@ -71,7 +71,7 @@ def decision(model: Any, dissected: Anatomy, plan: Plan) -> Reason:
     return Reason(Kind.HOST_DECIDES, **decided, over_budget=takes > plan.request.vram)
 
 
-def _for_inference() -> int:
+def _inference_bytes() -> int:
     managing = next((sys.modules[name] for name in _MANAGEMENT if name in sys.modules), None)
     return int(getattr(managing, "minimum_inference_memory", lambda: _FOR_INFERENCE)())
 

@@ -11,7 +11,7 @@ from sd_lowvram.patches import Patch, wrap
 from sd_lowvram.planning.search import Plan
 
 
-def lowered(model: Any, plan: Plan) -> Iterator[Patch]:
+def lower_estimates(model: Any, plan: Plan) -> Iterator[Patch]:
     """Patches of the host's estimates; none for a host that makes none."""
     held = getattr(model, "forge_objects", None)
     if held is None:
@@ -25,8 +25,8 @@ def lowered(model: Any, plan: Plan) -> Iterator[Patch]:
     )
     for owner, attribute, stage in estimates:
         if stage in needed and hasattr(owner, attribute):
-            yield wrap(owner, attribute, functools.partial(_at_most, needed[stage]), "estimates")
+            yield wrap(owner, attribute, functools.partial(_capped_estimate, needed[stage]), "estimates")
 
 
-def _at_most(needed: int, original: Callable[..., float], *args: Any, **kwargs: Any) -> float:
+def _capped_estimate(needed: int, original: Callable[..., float], *args: Any, **kwargs: Any) -> float:
     return min(original(*args, **kwargs), needed)

@@ -56,14 +56,14 @@ def _optimization(
             import sgm.modules.diffusionmodules.model as sgm_model
 
             for module in (ldm_attention, sgm_attention):
-                module.CrossAttention.forward = _redirected(sdp, backend)
+                module.CrossAttention.forward = _redirect(sdp, backend)
             for module in (ldm_model, sgm_model):
-                module.AttnBlock.forward = _redirected(block, backend)
+                module.AttnBlock.forward = _redirect(block, backend)
 
     return Optimization()
 
 
-def _redirected(forward: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+def _redirect(forward: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
     settings = Settings(attention=backend)
 
     def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -49,7 +49,7 @@ def steps_run(steps: int, strength: float | None) -> int:
     return min(steps, int(min(strength, 0.999) * steps) + 1)
 
 
-def asked_of(p: Any, model: Any) -> Generation:
+def requested_picture(p: Any, model: Any) -> Generation:
     """The picture of the generation ``p``; of its first pass, where a hires fix follows."""
     encodes = hasattr(p, "init_images")
     return Generation(

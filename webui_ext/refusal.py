@@ -21,7 +21,7 @@ class Refused(HTTPException):
 
 
 @contextlib.contextmanager
-def as_answer() -> Iterator[None]:
+def refuse_errors() -> Iterator[None]:
     """Turn our errors in the block, which the host calls itself, into the host's kind of answer."""
     try:
         yield

@@ -33,11 +33,11 @@ from sd_lowvram.settings import Settings, knobs
 from sd_lowvram.units import format_least, format_size
 
 from . import host, infotext, loading, saving, switching
-from .arguments import NAME, TITLE, chosen_of, settings_of
-from .estimate import BESIDE, DECODE_ONLY, DECODES_BESIDE, FETCHED, beside, decision_in
-from .memory_estimate import lowered
-from .picture import Generation, asked_of, side
-from .refusal import Refused, as_answer
+from .arguments import NAME, TITLE, knob_values, settings_of
+from .estimate import BESIDE, DECODE_ONLY, DECODES_BESIDE, FETCHED, decision_in, tile_reasons
+from .memory_estimate import lower_estimates
+from .picture import Generation, requested_picture, side
+from .refusal import Refused, refuse_errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
         device=where,
         **dataclasses.asdict(picture),
     )
-    settings = _planned(model, settings_of(chosen))
+    settings = _plan_settings(model, settings_of(chosen))
     if chosen.get("tiled"):
         settings = settings.filled(vae_tiles="exact")
     if anatomy.denoiser is None:
@@ -103,14 +103,14 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
     try:
         plan = _first(ways, anatomy, request, settings)
     except BudgetError as error:
-        raise _in_the_users_words(error, chosen, vram, other_bytes) from None
+        raise _explain_refusal(error, chosen, vram, other_bytes) from None
     if anatomy.denoiser is None:
         plan = dataclasses.replace(plan, reasons=(*plan.reasons, DECODE_ONLY))
     if chosen.get("tiled"):
         exact = plan.settings.vae_tiles == "exact"
         plan = dataclasses.replace(plan, reasons=(*plan.reasons, BESIDE if exact else DECODES_BESIDE))
     if host.swaps_layers(model):
-        plan = _told_who_decides(model, plan, anatomy)
+        plan = _add_decision(model, plan, anatomy)
     predicted = plan.predicted
     peak, reserved = predicted.peak_bytes + other_bytes, predicted.reserved_bytes + other_bytes
     predicted = dataclasses.replace(predicted, peak_bytes=peak, reserved_bytes=reserved)
@@ -126,18 +126,18 @@ def _first(ways: Sequence[Mapping[str, int]], anatomy: Anatomy, request: Request
 
 
 def _plan(resident: Mapping[str, int], anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
-    with host.precision_of_attention(), host.in_the_type_it_computes_in(anatomy):
+    with host.precision_of_attention(), host.use_compute_type(anatomy):
         plan = make_plan(dataclasses.replace(anatomy, kept=resident), request, settings, least=False)
     return dataclasses.replace(plan, reasons=(*plan.reasons, FETCHED)) if resident else plan
 
 
-def _told_who_decides(model: Any, plan: Plan, anatomy: Anatomy) -> Plan:
+def _add_decision(model: Any, plan: Plan, anatomy: Anatomy) -> Plan:
     """``plan`` with the reason that the host keeps as many weights as fit, whatever the budget."""
     reasons = (reason for reason in plan.reasons if reason.kind is not Kind.HOST_FETCHES)
     return dataclasses.replace(plan, reasons=(*reasons, loading.decision(model, anatomy, plan)))
 
 
-def _in_the_users_words(error: BudgetError, chosen: Mapping[str, Any], vram: int, other_bytes: int) -> BudgetError:
+def _explain_refusal(error: BudgetError, chosen: Mapping[str, Any], vram: int, other_bytes: int) -> BudgetError:
     """The refusal with the limit that it is about: a budget that other modules share, or one of the knobs."""
     needed = error.needed_bytes
     if error.limit == "ring":
@@ -151,7 +151,7 @@ def _in_the_users_words(error: BudgetError, chosen: Mapping[str, Any], vram: int
     return BudgetError(message, needed_bytes=needed, stage=error.stage, limit=error.limit, by_size=error.by_size)
 
 
-def _planned(model: Any, settings: Settings) -> Settings:
+def _plan_settings(model: Any, settings: Settings) -> Settings:
     """The knobs as the plan gets them: weights that the host moves come as it leaves them."""
     if not host.moves_weights(model):
         return settings
@@ -193,12 +193,12 @@ def _follow_model(owner: _Owner, p: Any) -> None:
     """Plan for the model of ``p``, a run within the owner's, where it is another than the one that carries hooks."""
     model = shared.sd_model
     if not _running or _running[-1].model is not model:
-        picture = asked_of(p, model)
+        picture = requested_picture(p, model)
         with _answers(picture):
             start(model, owner.chosen, picture)
 
 
-def within(p: Any) -> bool:
+def is_within(p: Any) -> bool:
     """Return True if ``p`` belongs to the owner's run, which is in progress and has hooks.
 
     Such a ``p`` is a copy of the owner's, or a picture that another extension makes in the run."""
@@ -215,7 +215,7 @@ def chosen_by_owner() -> Mapping[str, Any]:
     return _owners[-1].chosen
 
 
-def delivered(p: Any) -> None:
+def finish_pictures(p: Any) -> None:
     """The host has the pictures of ``p``; the end of its run comes next, where the host's run is watched."""
     if any(owner.p is p and not owner.under_way for owner in _owners):
         saving.end(p)
@@ -240,7 +240,7 @@ def _answers(what: Generation | str) -> Iterator[None]:
 
     Another extension may catch that answer, so the owner's pictures report the refusal too."""
     try:
-        with as_answer():
+        with refuse_errors():
             yield
     except Refused as refused:
         shown = what if isinstance(what, str) else f"{what.width}x{what.height}"
@@ -269,7 +269,7 @@ def start(
 def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Plan) -> tuple[Plan, Attachment]:
     """Attach ``plan`` in place of what is attached, and report it in the log."""
     settings = _attachable(model, plan.settings)
-    target = host.planned(model)
+    target = host.plannable_anatomy(model)
     coming = Attachment(anatomy_of(target), settings, plan.request.device)
     models = [*coming.modules(), *(module for running in _running for module in running.attachment.modules())]
     with (
@@ -281,36 +281,36 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
         attachment = attach(target, settings, plan.request.device, plan.timing)
         stack.callback(detach, target, attachment)
         attachment.plan = plan
-        attachment.add(lowered(model, plan))
+        attachment.add(lower_estimates(model, plan))
         attachment.add(fallback(attachment.anatomy, functools.partial(_leaner, model, chosen, picture)))
-        again = functools.partial(_again, model, chosen, picture)
+        again = functools.partial(_replan, model, chosen, picture)
         attachment.add(watch_sizes(attachment.anatomy, plan.request, again))
         if not picture.encodes:
             attachment.add(_watch_encodes(attachment.anatomy, again))
         attachment.add(_refuse_hypernetworks(attachment.anatomy))
-        attachment.add(switching.watched(model, functools.partial(_with_another, chosen, picture)))
+        attachment.add(switching.watch_loading(model, functools.partial(_switch_model, chosen, picture)))
         _running.append(_Running(model, chosen, picture, attachment, stack.pop_all(), _now()))
-    print(f"[{NAME}] {_told(plan, attachment)}")
+    print(f"[{NAME}] {_run_line(plan, attachment)}")
     for owner in _owners:
-        for reason in beside(plan):
+        for reason in tile_reasons(plan):
             owner.p.comment(f"{NAME}: {reason}")
     return plan, attachment
 
 
-def _told(plan: Plan, attachment: Attachment) -> str:
+def _run_line(plan: Plan, attachment: Attachment) -> str:
     request, predicted = plan.request, plan.predicted
     budget, decides = format_size(request.vram), decision_in(plan)
     peak = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
     size = f"{request.width}x{request.height}, batch {request.batch}"
     memory = f"budget {budget}" if decides else f"peak {peak} of {budget}"
     moved = [decides] if decides else of_kind(plan.reasons, Kind.HOST_FETCHES)
-    notes = [*moved, *of_kind(plan.reasons, Kind.DECODE_ONLY), *beside(plan)]
+    notes = [*moved, *of_kind(plan.reasons, Kind.DECODE_ONLY), *tile_reasons(plan)]
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
     about = f"about {predicted.seconds:.0f} s"
     return "; ".join(filter(None, (f"{size}: {memory}, {about}", *notes, f"sites: {sites or 'none'}")))
 
 
-def _again(
+def _replan(
     model: Any,
     chosen: Mapping[str, Any],
     picture: Generation,
@@ -332,7 +332,7 @@ def _again(
 
 def _asked_now(model: Any) -> Generation | None:
     """The innermost generation of the host that is in progress; None if unknown."""
-    return None if (p := _now()) is None else asked_of(p, model)
+    return None if (p := _now()) is None else requested_picture(p, model)
 
 
 def _watch_encodes(anatomy: Anatomy, again: Callable[..., None]) -> Iterator[Patch]:
@@ -371,7 +371,7 @@ def _leaner(model: Any, chosen: Mapping[str, Any], picture: Generation, short: S
     """Attach a plan with less memory than the one with which the run is ``short`` of it, and report it in the log."""
 
     def make(request: Request, held: Settings) -> Plan:
-        return plan_for(model, {**_within(chosen, request), **chosen_of(held)}, picture)
+        return plan_for(model, {**_with_budgets(chosen, request), **knob_values(held)}, picture)
 
     attachment = _running[-1].attachment
     now: Plan = attachment.plan
@@ -381,14 +381,14 @@ def _leaner(model: Any, chosen: Mapping[str, Any], picture: Generation, short: S
         if lean_plan.request is now.request:  # as before
             attachment.plan = lean_plan
         else:
-            _put_on(model, _within(chosen, lean_plan.request), picture, lean_plan)
+            _put_on(model, _with_budgets(chosen, lean_plan.request), picture, lean_plan)
 
 
-def _within(chosen: Mapping[str, Any], request: Request) -> dict[str, Any]:
+def _with_budgets(chosen: Mapping[str, Any], request: Request) -> dict[str, Any]:
     return {**chosen, "vram": f"{request.vram} b", "ram": f"{request.ram} b"}
 
 
-def _with_another(
+def _switch_model(
     chosen: Mapping[str, Any], picture: Generation, load: Callable[[], Any], loaded: Callable[[], Any]
 ) -> Any:
     """Take everything off while the host loads another model in the midst of a generation, and start with that."""
@@ -428,7 +428,7 @@ def follow(p: Any, model: Any, width: int, height: int, batch: int, passes: int,
         requested, width=width, height=height, batch=batch, passes=passes, steps=steps or requested.steps
     )
     chosen = _owners[-1].chosen if running is None else running.chosen
-    tiled = not chosen.get("tiled") and host.tiled_by_others(model)
+    tiled = not chosen.get("tiled") and host.is_tiled_elsewhere(model)
     if tiled or running is None or _is_outgrown(running, p, model, picture):
         with _answers(picture):
             start(model, {**chosen, "tiled": True} if tiled else chosen, picture, fallback_steps())

@@ -37,11 +37,11 @@ def watch(p: Any) -> None:
         return
     for way in ("sample", "sample_img2img"):
         original = getattr(p.sampler, way, None)
-        if original is not None and getattr(original, "func", None) is not _watched:
-            setattr(p.sampler, way, functools.partial(_watched, p, original))
+        if original is not None and getattr(original, "func", None) is not _save_result:
+            setattr(p.sampler, way, functools.partial(_save_result, p, original))
 
 
-def _watched(p: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _save_result(p: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     latents = original(*args, **kwargs)
     save(p, latents)
     return latents
@@ -56,7 +56,7 @@ def save(p: Any, latents: Any) -> None:
     batch = getattr(p, "iteration", 0)
     path = files.get(batch) or new_place(Path(p.outpath_samples))
     model = shared.sd_model
-    hosted = Hosted("the WebUI", host.unscaled(model, latents), host.autoencoder_file(model), _texts(p, len(latents)))
+    hosted = Hosted("the WebUI", host.unscale(model, latents), host.autoencoder_file(model), _texts(p, len(latents)))
     try:
         write_hosted(hosted, path)
     except OSError as error:

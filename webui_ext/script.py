@@ -17,7 +17,7 @@ from .estimate import decision_in
 from .grid import OVERRIDES
 from .line import Line
 from .options import defaults
-from .picture import Generation, asked_of, passes_of
+from .picture import Generation, passes_of, requested_picture
 
 
 class LowVRAMScript(scripts.Script):
@@ -32,7 +32,7 @@ class LowVRAMScript(scripts.Script):
     def ui(self, is_img2img: bool) -> list[Any]:
         components, line, head = controls.build(InputAccordion, "img2img" if is_img2img else "txt2img", defaults())
         self._line_of().place(list(components.values()), line, head)
-        self.infotext_fields = [(component, _pasted(name)) for name, component in components.items()]
+        self.infotext_fields = [(component, _paste_reader(name)) for name, component in components.items()]
         self.paste_field_names = [infotext.KEY]
         return list(components.values())
 
@@ -46,20 +46,20 @@ class LowVRAMScript(scripts.Script):
         return self._line
 
     def before_process(self, p: Any, *values: Any) -> None:
-        if run.within(p):
+        if run.is_within(p):
             return
         run.end()  # what went wrong before the host's run began left the last owner
         with aloud(p, "init"):
-            chosen = _chosen(p, values)
+            chosen = _read_values(p, values)
             if chosen["enabled"]:
                 run.own(p, chosen)
 
     def process(self, p: Any, *values: Any) -> None:
-        if run.within(p):
+        if run.is_within(p):
             p.extra_generation_params[infotext.KEY] = infotext.write(run.chosen_by_owner())
             return
         with aloud(p, "init"):
-            chosen = _chosen(p, values)
+            chosen = _read_values(p, values)
             if chosen["enabled"]:
                 _begin(p, chosen)
 
@@ -83,14 +83,14 @@ class LowVRAMScript(scripts.Script):
             p.extra_generation_params[infotext.RAN_OUT] = " + ".join(step.name for step in run.fallback_steps())
 
     def postprocess(self, p: Any, processed: Any, *values: Any) -> None:
-        run.delivered(p)
+        run.finish_pictures(p)
 
 
-def _pasted(name: str) -> Any:
+def _paste_reader(name: str) -> Any:
     return lambda parameters: infotext.paste(parameters, name)
 
 
-def _chosen(p: Any, values: Any) -> Mapping[str, Any]:
+def _read_values(p: Any, values: Any) -> Mapping[str, Any]:
     chosen = read(values, defaults())
     axes = getattr(p, OVERRIDES, {})
     return read([{**chosen, **axes}], chosen) if axes else chosen
@@ -100,9 +100,9 @@ def _begin(p: Any, chosen: Mapping[str, Any]) -> None:
     if not run.serves(p):
         run.own(p, chosen)
     model = shared.sd_model
-    picture = asked_of(p, model)
+    picture = requested_picture(p, model)
     _foresee_refiner(p, chosen, picture)
-    tiled = host.tiled_by_others(model)
+    tiled = host.is_tiled_elsewhere(model)
     plan, _ = run.start(model, {**chosen, "tiled": True} if tiled else chosen, picture)
     saving.begin(p, chosen["save_latents"])
     p.extra_generation_params[infotext.KEY] = infotext.write(chosen)
@@ -120,7 +120,7 @@ def _foresee_refiner(p: Any, chosen: Mapping[str, Any], picture: Generation) -> 
         BudgetError: it names the refiner.
     """
     checkpoint = getattr(p, "refiner_checkpoint_info", None)
-    drawn = checkpoint_preview.of(checkpoint)
+    drawn = checkpoint_preview.preview_model(checkpoint)
     if checkpoint is None or drawn is None:
         return
     try:

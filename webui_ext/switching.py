@@ -14,12 +14,12 @@ from modules import sd_models, shared
 from sd_lowvram.patches import Patch, wrap
 
 from . import host
-from .refusal import as_answer
+from .refusal import refuse_errors
 
 Switch = Callable[[Callable[[], Any], Callable[[], Any]], Any]
 
 
-def watched(model: Any, switch: Switch) -> Iterator[Patch]:
+def watch_loading(model: Any, switch: Switch) -> Iterator[Patch]:
     """A patch of the host's loading: another model than ``model`` is loaded by ``switch(load, loaded)``, where ``load``
     is what the host would do and ``loaded`` returns what it has then."""
     name = "forge_model_reload" if host.kind(model) == "forge" else "reload_model_weights"
@@ -31,7 +31,7 @@ def _loading(model: Any, switch: Switch, original: Callable[..., Any], *args: An
     load = functools.partial(original, *args, **kwargs)
     if _stays(model, *args, **kwargs):
         return load()
-    with as_answer():
+    with refuse_errors():
         return switch(load, lambda: shared.sd_model)
 
 

@@ -255,6 +255,6 @@ def test_the_panels_head_has_the_verdict(peak: int, vram: int, reasons: tuple[Re
 
 def test_the_head_of_two_passes_is_that_of_the_worse() -> None:
     small, large = (estimate.sentence(lambda peak=peak: planned(peak << 30, 4 << 30), "512x512") for peak in (1, 3))
-    both, no = estimate.together([small, large]), estimate.complaint("never")
+    both, no = estimate.join_texts([small, large]), estimate.complaint("never")
     assert both.head == large.head and both.line == small.line + large.line
-    assert estimate.together([no, large]).head == no.head and not estimate.note("not yet").head
+    assert estimate.join_texts([no, large]).head == no.head and not estimate.note("not yet").head

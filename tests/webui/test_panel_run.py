@@ -413,11 +413,11 @@ def test_rows_of_the_denoiser_are_those_that_the_host_runs(
 def test_steps_are_those_that_run(host: Any, strength: float, steps: int) -> None:
     picture, model = importlib.import_module("webui_ext.picture"), compvis.LatentDiffusion()
     p = generation(steps=20, denoising_strength=strength)
-    assert picture.asked_of(p, model).steps == 20
+    assert picture.requested_picture(p, model).steps == 20
     p.init_images = [None]
-    assert picture.asked_of(p, model).steps == steps
+    assert picture.requested_picture(p, model).steps == steps
     host.opts.img2img_fix_steps = True
-    assert picture.asked_of(p, model).steps == 20
+    assert picture.requested_picture(p, model).steps == 20
 
 
 def test_the_line_counts_the_steps_of_both_passes(host: Any) -> None:
@@ -541,7 +541,7 @@ def test_a_refiner_that_does_not_fit_ends_the_generation(host: Any, script: Any,
 
 def test_a_refiner_is_refused_by_name_before_the_first_step(host: Any, script: Any, monkeypatch: Any) -> None:
     preview = importlib.import_module("webui_ext.checkpoint_preview")
-    monkeypatch.setattr(preview, "of", lambda checkpoint: checkpoint and SimpleNamespace(other_bytes=0))
+    monkeypatch.setattr(preview, "preview_model", lambda checkpoint: checkpoint and SimpleNamespace(other_bytes=0))
 
     def plan_for(model: Any, chosen: Any, picture: Any) -> Any:
         return foretold(model, {"vram": "1MB"} if hasattr(model, "other_bytes") else chosen, picture)
@@ -560,7 +560,9 @@ def test_forge_is_foretold_before_it_has_loaded_a_model(host: Any, monkeypatch: 
     monkeypatch.setattr(sys.modules["modules"], "sd_models_config", empty, raising=False)
     components = build_components(narrow("sd15"), torch.float16, "cpu")
     file = save_single_file(components, tmp_path / "model.safetensors")
-    previewed = importlib.import_module("webui_ext.checkpoint_preview").of(SimpleNamespace(filename=str(file)))
+    previewed = importlib.import_module("webui_ext.checkpoint_preview").preview_model(
+        SimpleNamespace(filename=str(file))
+    )
     assert previewed.kind == "forge" and previewed.anatomy.denoiser_module is not None
 
 
