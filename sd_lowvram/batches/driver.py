@@ -55,7 +55,7 @@ class _Queue:
         self._last[worker] = _shape(entry)
         return entry
 
-    def back(self, entry: JournalEntry) -> None:
+    def put_back(self, entry: JournalEntry) -> None:
         """Put a job at the end, behind those that have not been tried."""
         self._waiting.append(entry)
 
@@ -107,15 +107,15 @@ def work(
             if isinstance(outcome, Painted):
                 for name, picture in zip(entry.files, outcome.pictures, strict=True):
                     save_png(picture.png, inside(folder, name))
-                journal.done(entry, outcome.pictures, outcome.seconds, outcome.notes)
+                journal.record_result(entry, outcome.pictures, outcome.seconds, outcome.notes)
                 remove(place_in(folder, entry.id, interval))
                 tell(JobEvent("done", entry, worker, outcome.seconds, "; ".join(outcome.notes)))
                 continue
-            again, message, code = chances.after(entry, outcome)
-            journal.failed(entry, message, again=again)
+            again, message, code = chances.judge(entry, outcome)
+            journal.record_failure(entry, message, again=again)
             tell(JobEvent("again" if again else "failed", entry, worker, 0.0, message, code))
             if again:
-                queue.back(entry)
+                queue.put_back(entry)
             stopped = stopped or (stop_on_error and not again)
 
 
@@ -127,7 +127,7 @@ class _Chances:
         self._failures: Counter[int] = Counter()
         self._losses: Counter[int] = Counter()
 
-    def after(self, entry: JournalEntry, outcome: Failed | Lost) -> tuple[bool, str, int]:
+    def judge(self, entry: JournalEntry, outcome: Failed | Lost) -> tuple[bool, str, int]:
         """Return if the job is retried, the reason for the missing result, and its exit code."""
         if isinstance(outcome, Lost):
             self._losses[entry.id] += 1

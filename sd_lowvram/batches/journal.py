@@ -144,7 +144,7 @@ class Journal:
         self._rows.close()
 
     @contextlib.contextmanager
-    def _at_once(self) -> Iterator[None]:
+    def _transaction(self) -> Iterator[None]:
         """Everything in the block is written, or nothing of it."""
         self._rows.execute("BEGIN")
         try:
@@ -160,7 +160,7 @@ class Journal:
         A job that ran when the program ended, or that failed, waits again; so does one whose picture is missing. A
         picture that somebody has changed is left as it is.
         """
-        with self._at_once():
+        with self._transaction():
             rows = {row[0]: row[1:] for row in self._rows.execute("SELECT key, id, line, seed, files FROM jobs")}
             changes = JobChanges(first=not rows)
             changes.gone = self._leave(rows, {task.key for task in tasks})
@@ -172,9 +172,9 @@ class Journal:
             entries = []
             for task in tasks:
                 if task.key in rows:
-                    entry = self._again(task, rows[task.key])
+                    entry = self._reuse_job(task, rows[task.key])
                 elif results is not None and (result := results.take(task, asked_names(task))) is not None:
-                    entry = self._found(task, *result, results)
+                    entry = self._adopt_results(task, *result, results)
                     changes.found += entry.files
                 else:
                     entry = self._first(task, names)
@@ -205,22 +205,22 @@ class Journal:
             "(SELECT count(*) FROM results WHERE job = jobs.id)"
         )
 
-    def _again(self, task: Task, row: tuple[int, int | None, str, str]) -> JournalEntry:
+    def _reuse_job(self, task: Task, row: tuple[int, int | None, str, str]) -> JournalEntry:
         number, _, seed, files = row
         self._rows.execute("UPDATE jobs SET line = ? WHERE id = ?", (task.line, number))
         job = dataclasses.replace(task.job, seed=int(seed))
         return JournalEntry(number, task.line, job, tuple(json.loads(files)))
 
     def _first(self, task: Task, names: _Names) -> JournalEntry:
-        return self._added(task, task.job, names.of(task), "waiting")
+        return self._add_job(task, task.job, names.new_names(task), "waiting")
 
-    def _found(self, task: Task, seed: int, files: list[str], results: Found) -> JournalEntry:
+    def _adopt_results(self, task: Task, seed: int, files: list[str], results: Found) -> JournalEntry:
         """Take up a job whose pictures are there."""
-        entry = self._added(task, dataclasses.replace(task.job, seed=seed), files, "done")
+        entry = self._add_job(task, dataclasses.replace(task.job, seed=seed), files, "done")
         self._take_results(entry, map(results.picture, files))
         return entry
 
-    def _added(self, task: Task, job: Job, files: list[str], state: str) -> JournalEntry:
+    def _add_job(self, task: Task, job: Job, files: list[str], state: str) -> JournalEntry:
         options = json.dumps(stated_options(job), ensure_ascii=False)
         values = (task.key, task.line, options, str(job.seed), json.dumps(files), state)
         row = self._rows.execute(
@@ -240,12 +240,12 @@ class Journal:
             entry: the job.
             worker: name of the worker.
         """
-        with self._at_once():
+        with self._transaction():
             self._rows.execute("UPDATE jobs SET state = 'running' WHERE id = ?", (entry.id,))
             values = (entry.id, worker, time.time())
             self._rows.execute("INSERT INTO attempts (job, worker, began) VALUES (?, ?, ?)", values)
 
-    def done(
+    def record_result(
         self, entry: JournalEntry, pictures: Sequence[FinishedPicture], seconds: float, notes: Sequence[str]
     ) -> None:
         """Record the result of a job.
@@ -256,12 +256,12 @@ class Journal:
             seconds: time of the job.
             notes: what happened during the job.
         """
-        with self._at_once():
+        with self._transaction():
             self._end_attempt(entry, seconds, None, notes)
             self._rows.execute("UPDATE jobs SET state = 'done', error = NULL WHERE id = ?", (entry.id,))
             self._take_results(entry, pictures)
 
-    def failed(self, entry: JournalEntry, error: str, *, again: bool) -> None:
+    def record_failure(self, entry: JournalEntry, error: str, *, again: bool) -> None:
         """Record why an attempt failed.
 
         Args:
@@ -269,7 +269,7 @@ class Journal:
             error: the message.
             again: True if there will be another attempt.
         """
-        with self._at_once():
+        with self._transaction():
             self._end_attempt(entry, None, error, ())
             state = "waiting" if again else "failed"
             self._rows.execute("UPDATE jobs SET state = ?, error = ? WHERE id = ?", (state, error, entry.id))
@@ -364,7 +364,7 @@ class _Names:
         """Leave these to the jobs that ask for them."""
         self._taken |= {comparable(name) for name in names}
 
-    def of(self, task: Task) -> list[str]:
+    def new_names(self, task: Task) -> list[str]:
         """Names for the pictures of a new job.
 
         Raises:
@@ -372,7 +372,7 @@ class _Names:
         """
         names = asked_names(task)
         if names is None:
-            return [self._numbered(task.job, number) for number in range(task.job.batch)]
+            return [self._free_name(task.job, number) for number in range(task.job.batch)]
         for name in names:
             if comparable(name) not in self._known and (self._folder / name).exists():
                 raise BadInputError(
@@ -381,7 +381,7 @@ class _Names:
                 )
         return names
 
-    def _numbered(self, job: Job, number: int) -> str:
+    def _free_name(self, job: Job, number: int) -> str:
         while True:
             name = f"{self._next:05d}-{((job.seed or 0) + number) % 2**64}.png"
             self._next += 1

@@ -103,7 +103,7 @@ class Painter:
         console = Console(quiet=True)
         images = start_pictures(job)
         self._load(job)
-        job = size_job(self._with_share(job), self._pipe, images)
+        job = size_job(self._share_budgets(job), self._pipe, images)
         assert self._device is not None
         before = read_begun(place, job, images, self._device) if place else None
         # One of its own, as a scheduler keeps something of the run before.
@@ -155,7 +155,7 @@ class Painter:
             plan_job(job, self._pipe, self._device, console, pictures)
             self._planned = wanted
 
-    def _with_share(self, job: Job) -> Job:
+    def _share_budgets(self, job: Job) -> Job:
         if self._share == 1:
             return job
         from ..devices.info import available_ram

@@ -55,7 +55,7 @@ class Processes:
             try:
                 answer = line.recv()
             except (EOFError, OSError):
-                outcomes += self._again(name)
+                outcomes += self._restart_worker(name)
                 continue
             if answer == _READY:
                 self._workers[name].ready = True
@@ -80,7 +80,7 @@ class Processes:
         theirs.close()  # so that its end is seen here
         self._workers[name] = _Worker(process, ours)
 
-    def _again(self, name: str) -> list[tuple[str, Outcome]]:
+    def _restart_worker(self, name: str) -> list[tuple[str, Outcome]]:
         """Restart a worker that died; return the outcome of its job."""
         worker = self._workers.pop(name)
         worker.process.join()

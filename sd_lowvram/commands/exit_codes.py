@@ -14,7 +14,7 @@ from typing import NoReturn
 from ..errors import BadInputError, LowVRAMError, host_ran_out, ran_out
 from ..progress import heard
 from ..settings import knobs
-from .interrupts import interrupted
+from .interrupts import is_interrupted
 from .streams import give_up_stdout, note, tell
 
 INTERRUPTED, BUDGET, OURS = 130, 3, 1
@@ -91,7 +91,7 @@ def name_options(message: str) -> str:
 def _end(code: int, message: str, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exc()
-    if interrupted():  # whatever else went wrong came of it
+    if is_interrupted():  # whatever else went wrong came of it
         code, message = INTERRUPTED, "interrupted"
     tell(message)
     raise SystemExit(code)

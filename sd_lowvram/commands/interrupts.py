@@ -61,7 +61,7 @@ def stop_between_steps() -> Iterator[Callable[[], bool]]:
                 signal.signal(number, handler)
 
 
-def interrupted() -> bool:
+def is_interrupted() -> bool:
     """True if an interrupt came, even if no code has noticed it."""
     return bool(_came)
 

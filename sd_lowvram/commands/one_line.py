@@ -58,11 +58,11 @@ class OneLine(TyperGroup):
 def sentence(error: Any, typed: list[str]) -> str:
     """Sentence on ``error`` in the words ``typed``, with the command for help."""
     command = getattr(getattr(error, "ctx", None), "command_path", "sd-lowvram")
-    message = _of_value(error, typed) or " ".join(error.format_message().split()).rstrip(".")
+    message = _value_message(error, typed) or " ".join(error.format_message().split()).rstrip(".")
     return f"{message[:1].lower()}{message[1:]}; {command} --help shows all options"
 
 
-def _of_value(error: Any, typed: list[str]) -> str | None:
+def _value_message(error: Any, typed: list[str]) -> str | None:
     """The option and its value as they were typed, and what the value must be; None: it is not about a value."""
     names = getattr(getattr(error, "param", None), "opts", ())
     wanted = next((kind for word, kind in _KINDS.items() if re.search(rf"\b{word}\b", error.format_message())), None)

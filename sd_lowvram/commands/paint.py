@@ -343,7 +343,7 @@ def _step_callback(
 
     update("steps", 0, steps)
 
-    def after(pipe: Any, step: int, _: Any, values: dict[str, Any]) -> dict[str, Any]:
+    def end_step(pipe: Any, step: int, _: Any, values: dict[str, Any]) -> dict[str, Any]:
         calls = max(getattr(pipe, "num_timesteps", None) or 0, steps)  # more than steps with plms, heun and the like
         done = (step + 1) * steps // calls
         if keeper:
@@ -354,7 +354,7 @@ def _step_callback(
         update("steps", done, steps)
         return values
 
-    return after
+    return end_step
 
 
 def kernels_so_far(pipe: Any, before: dict[str, int]) -> dict[str, int]:

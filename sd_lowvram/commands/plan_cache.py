@@ -37,7 +37,7 @@ def remembered(asked: dict[str, Any], make: Callable[[dict[str, int]], Answer]) 
     entries = cache.remembered(_place(asked)) or []
     for entry in entries:
         if all(entry["alike"][name][0] <= size <= entry["alike"][name][1] for name, size in budgets.items()):
-            return _with_budgets(entry["answer"], budgets)
+            return _set_budgets(entry["answer"], budgets)
     answer, alike = make(budgets)
     exactly = {name: (size, size) for name, size in budgets.items()}
     entry = {"alike": exactly | alike, "answer": answer}
@@ -72,7 +72,7 @@ def _free_ram() -> int:
     return available_ram() // _STEP * _STEP
 
 
-def _with_budgets(answer: dict[str, Any], budgets: dict[str, int]) -> dict[str, Any]:
+def _set_budgets(answer: dict[str, Any], budgets: dict[str, int]) -> dict[str, Any]:
     """``answer`` with the current budgets, also in its reasons."""
     if "request" in answer and "vram" in budgets:
         answer["request"] |= budgets

@@ -546,6 +546,6 @@ def test_a_finished_batch_in_a_folder_that_cannot_be_written_is_summarised(monke
     Path("out", entry.files[0]).write_bytes(picture)
     with contextlib.closing(Journal(Path("out"))) as journal:
         journal.begin(entry, "cpu")
-        journal.done(entry, [FinishedPicture(picture, b"")], 1.0, ())
+        journal.record_result(entry, [FinishedPicture(picture, b"")], 1.0, ())
     assert run(tasks, wanted) == 0
     assert "1 of 1 done" in capsys.readouterr().out

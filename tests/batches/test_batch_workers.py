@@ -173,12 +173,12 @@ def test_workers_share_the_memory_that_nobody_states(monkeypatch):
     for device, vram in (("cpu", "300B"), ("cuda", None)):
         painter = Painter(share=3)
         painter._device = torch.device(device)
-        shared = painter._with_share(Job("a"))
+        shared = painter._share_budgets(Job("a"))
         assert (shared.vram, shared.ram) == (vram, "300B")
-        stated = painter._with_share(Job("a", vram="4GB", ram="2GB"))
+        stated = painter._share_budgets(Job("a", vram="4GB", ram="2GB"))
         assert (stated.vram, stated.ram) == ("4GB", "2GB")
     alone = Painter()
-    assert alone._with_share(Job("a")) == Job("a")
+    assert alone._share_budgets(Job("a")) == Job("a")
 
 
 def test_files_that_a_worker_lacks_are_sent_once(tmp_path, monkeypatch):
