@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..sd_lowvram.compat.private import without_fakes
+from ..sd_lowvram.compat.private import disable_fakes
 from ..sd_lowvram.errors import BadInputError, PlanningError, ran_out
 from ..sd_lowvram.models import anatomy_of_components, compvis
 from ..sd_lowvram.models.anatomy import HOST, Anatomy, Family
@@ -219,7 +219,7 @@ def _predict(base: Any, unet: nn.Module, x: Tensor, inputs: StepInputs) -> Tenso
     except Exception as error:  # it reads values, as those of a mask
         if ran_out(error):
             raise
-        with without_fakes():
+        with disable_fakes():
             extra = _model_inputs(
                 model, map_tensors(conditions, lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype))
             )

@@ -21,7 +21,7 @@ _CODE = (
 """Patterns of settings in Python, and their form in a control."""
 
 
-def _without_code(text: str) -> str:
+def _plain_words(text: str) -> str:
     """``text`` with settings as controls show them: their labels, and values without Python."""
     for code, words in _CODE:
         text = code.sub(words, text)
@@ -52,7 +52,7 @@ class LowVRAMError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        text = (self.plainly or _without_code(text)) if self.spoken_plainly else text
+        text = (self.plainly or _plain_words(text)) if self.spoken_plainly else text
         half = _LONGEST // 2
         return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .compat import is_compiling
-from .compat.private import not_compiled
+from .compat.private import exclude_from_graphs
 from .devices.support import device_of
 from .errors import BadInputError
 from .hooks.parking.offload import step_groups
@@ -154,7 +154,7 @@ class Attachment:
     ) -> Any:
         """``call``, and outside of its graph where somebody's torch.compile follows."""
         if is_compiling():
-            return not_compiled(self._uncompiled)(call, *args, **kwargs)
+            return exclude_from_graphs(self._uncompiled)(call, *args, **kwargs)
         return call(*args, **kwargs)
 
     def _uncompiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

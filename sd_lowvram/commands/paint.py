@@ -347,7 +347,7 @@ def _step_callback(
         calls = max(getattr(pipe, "num_timesteps", None) or 0, steps)  # more than steps with plms, heun and the like
         done = (step + 1) * steps // calls
         if keeper:
-            values = keeper.after(step + 1, values)
+            values = keeper.record_step(step + 1, values)
         elif not values["latents"].isfinite().all():
             raise nan_error(done, steps)
         heed_interrupts()

@@ -70,7 +70,7 @@ def _write(scale: int, colours: Colours, places: list[Path], step: int, latents:
     from .pictures import png_of
 
     try:
-        for pixels, place in zip(colours.of(latents).numpy(), places, strict=True):
+        for pixels, place in zip(colours.convert(latents).numpy(), places, strict=True):
             small = Image.fromarray(pixels)
             picture = small.resize((small.width * scale, small.height * scale), Image.Resampling.BICUBIC)
             write_whole(png_of(picture, {"parameters": f"preview after step {step}"}), place)

@@ -17,7 +17,7 @@ STORAGES_ARE_OBJECTS = _probe.untyped_storage() is _probe.untyped_storage()
 """False before 2.2, where each access makes a new Python object for a storage, and a weak reference to it crashes."""
 
 
-def only_kernel(kernel: str) -> contextlib.AbstractContextManager[Any]:
+def restrict_kernel(kernel: str) -> contextlib.AbstractContextManager[Any]:
     """Restrict torch to the kernel "flash", "efficient" or "cudnn" within the block; "torch" leaves the choice to it.
 
     Raises:

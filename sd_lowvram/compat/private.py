@@ -30,11 +30,13 @@ __all__ = [
     "TorchDispatchMode",
     "attention_choice",
     "compiled_graphs",
-    "decomposed",
+    "decompose",
     "default_compiler_folder",
+    "disable_fakes",
     "dispatch_modes",
     "dumped_spec",
     "elementwise_strides",
+    "exclude_from_graphs",
     "followed_by_jit",
     "free_matrix_workspaces",
     "free_pinned",
@@ -46,7 +48,6 @@ __all__ = [
     "made_fake",
     "may_use",
     "more_versions",
-    "not_compiled",
     "reset_compiler",
     "storage_expired",
     "storage_key",
@@ -55,7 +56,6 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
-    "without_fakes",
     "without_modes",
     "writes",
 ]
@@ -83,7 +83,7 @@ def may_use(instructions: str) -> bool:
     return capability == "AVX512" if instructions == "amx_tile" else capability != "DEFAULT"
 
 
-def without_fakes() -> contextlib.AbstractContextManager[Any]:
+def disable_fakes() -> contextlib.AbstractContextManager[Any]:
     """Disable dispatch modes and tensor subclasses within the block."""
     return torch._C._DisableTorchDispatch()
 
@@ -116,7 +116,7 @@ def is_composite(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-def decomposed(func: Any, *args: Any, **kwargs: Any) -> Any:
+def decompose(func: Any, *args: Any, **kwargs: Any) -> Any:
     """A composite operator by the operators that it is made of."""
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
@@ -196,7 +196,7 @@ def is_compilers(error: Exception) -> bool:
     return any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__)
 
 
-def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def exclude_from_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which the compiler leaves out of its graphs."""
     outside: Callable[..., Any] = torch._dynamo.disable(function)
     return outside

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..compat import only_kernel
+from ..compat import restrict_kernel
 from ..compat.private import TorchDispatchMode, free_matrix_workspaces, take_matrix_workspaces
 from ..weights import draw_weights
 from .info import context_memory
@@ -89,16 +89,16 @@ def _share_of_others() -> Callable[[], float]:
     except ImportError:
         return lambda: 0.0
 
-    def used() -> tuple[float, float]:
+    def busy_seconds() -> tuple[float, float]:
         times = psutil.cpu_times()
         own = psutil.Process().cpu_times()
         taken = times.user + times.system + getattr(times, "nice", 0.0)
         return taken - own.user - own.system, time.perf_counter()
 
-    before = used()
+    before = busy_seconds()
 
     def share() -> float:
-        taken, passed = (now - then for now, then in zip(used(), before, strict=True))
+        taken, passed = (now - then for now, then in zip(busy_seconds(), before, strict=True))
         return min(1.0, max(0.0, taken / passed / (os.cpu_count() or 1)))
 
     return share
@@ -354,7 +354,7 @@ def _attention_share(device: torch.device) -> float | None:
                 torch.zeros(batch, tokens, heads, width, device=device, dtype=torch.float16).transpose(1, 2)
                 for tokens in (queries, keys)
             )
-            with only_kernel("cudnn"):
+            with restrict_kernel("cudnn"):
                 space, own = _extra_bytes(functools.partial(functional.scaled_dot_product_attention, q, k, k), device)
             shares.append(space / (q.nbytes + 2 * k.nbytes + own))
     return max(shares, default=None)

@@ -105,7 +105,7 @@ class Rates:
         """
         working = sum(self._working(part, element_size) for part in cost.spans or (cost,))
         launching = (cost.operators if launched is None else launched) * self.launch_seconds
-        return self._together(working, launching) + self._copying(cost)
+        return self._combine(working, launching) + self._copying(cost)
 
     def shares(self, parts: Sequence[Work], element_size: int, launched: Sequence[float] | None = None) -> list[float]:
         """Time of each part of a run; together they take what the whole takes.
@@ -116,7 +116,7 @@ class Rates:
         working = [self._working(part, element_size) for part in parts]
         launching = [number * self.launch_seconds for number in launched or [part.operators for part in parts]]
         works, launches = sum(working), sum(launching)
-        whole = self._together(works, launches)
+        whole = self._combine(works, launches)
         # With w and l the whole's two times, (w^3 + l^3)^(1/3) is w (w/whole)^2 + l (l/whole)^2.
         weighs = ((works / whole) ** 2, (launches / whole) ** 2) if self.queued and whole else (1.0, 1.0)
         both = zip(parts, working, launching, strict=True)
@@ -127,7 +127,7 @@ class Rates:
         ``kernels`` bytes of which come channels last."""
         return size / ((size - kernels) / self.reading + kernels / self.reordering) if size else self.reading
 
-    def _together(self, working: float, launching: float) -> float:
+    def _combine(self, working: float, launching: float) -> float:
         return (working**3 + launching**3) ** (1 / 3) if self.queued else working + launching
 
     def _working(self, cost: Work, element_size: int) -> float:

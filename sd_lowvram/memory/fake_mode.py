@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.private import FakeTensor, FakeTensorMode, dispatch_modes, made_fake, without_fakes
+from ..compat.private import FakeTensor, FakeTensorMode, disable_fakes, dispatch_modes, made_fake
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def fake_empty(
     mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """A fake tensor as ``torch.empty_strided`` makes it in ``mode``, without its slow dispatch."""
-    with without_fakes():
+    with disable_fakes():
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return fake_around(meta, mode, device)
 

@@ -174,7 +174,7 @@ class _Card:
         storages = (tensor.untyped_storage() for tensor in tensors)
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages} | _live_buffers(self.index)
         if limits_reserved():
-            self.unplanned_bytes = _unplanned(self.index, sorted(sizes))
+            self.unplanned_bytes = _unplanned_bytes(self.index, sorted(sizes))
         else:
             self.unplanned_bytes = max(0, torch.cuda.memory_allocated(self.index) - sum(sizes.values()))
 
@@ -222,12 +222,12 @@ def libraries_noted(device: torch.device) -> Iterator[None]:
     if index in _libraries or not limits_reserved():
         yield
         return
-    before = _in_use(index)
+    before = _blocks_in_use(index)
     yield
-    _libraries[index] = _in_use(index) - before
+    _libraries[index] = _blocks_in_use(index) - before
 
 
-def _in_use(index: int) -> set[tuple[int, int]]:
+def _blocks_in_use(index: int) -> set[tuple[int, int]]:
     """Addresses and bytes of blocks in use."""
     return {block for one in _segments(index) for block in _used_blocks(one)}
 
@@ -245,7 +245,7 @@ def _used_blocks(segment: Any) -> Iterator[tuple[int, int]]:
         address += block["size"]
 
 
-def _unplanned(index: int, planned: Sequence[int]) -> int:
+def _unplanned_bytes(index: int, planned: Sequence[int]) -> int:
     """Unplanned bytes: all of a segment that holds only unplanned blocks; of another segment, its unplanned blocks.
 
     Segments of recorded passes count as planned, and so do workspaces of cuBLAS.

@@ -174,7 +174,7 @@ class Switch:
         self._readers = 0
 
     @contextlib.contextmanager
-    def left_alone(self) -> Iterator[None]:
+    def hold_unset(self) -> Iterator[None]:
         """Wait until no thread has the state set, and keep it unset within the block; keep the block short."""
         with self._changed:
             self._readers += 1

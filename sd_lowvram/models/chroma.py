@@ -66,7 +66,7 @@ def _joint_block(block: Any) -> JointBlock | None:
 
 def _mask(arguments: Mapping[str, Any], rows: Rows) -> Tensor | None:
     mask = arguments.get("attention_mask")
-    return None if mask is None else mask[:, None, None, :] * rows.of_joined(mask, 1)[:, None, :, None]
+    return None if mask is None else mask[:, None, None, :] * rows.select_joined(mask, 1)[:, None, :, None]
 
 
 FAMILY = dit.family(

@@ -35,7 +35,7 @@ class Rows:
     words: int
     texts: int
 
-    def of_joined(self, tensor: Tensor, dim: int) -> Tensor:
+    def select_joined(self, tensor: Tensor, dim: int) -> Tensor:
         """Select these rows of a tensor in which the text precedes the picture."""
         picture = tensor.narrow(dim, self.texts + self.start, self.stop - self.start)
         return torch.cat([tensor.narrow(dim, 0, self.words), picture], dim) if self.texts else picture
@@ -113,7 +113,7 @@ def _layers(attentions: tuple[Any, ...], names: tuple[str, ...]) -> list[nn.Modu
 def join_positions(positions: tuple[Tensor, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
     """Cosine and sine (words + tokens, width) of some rows."""
     cosine, sine = positions
-    return rows.of_joined(cosine, 0), rows.of_joined(sine, 0)
+    return rows.select_joined(cosine, 0), rows.select_joined(sine, 0)
 
 
 def select_tokens(tensor: Tensor, rows: Rows) -> Tensor:

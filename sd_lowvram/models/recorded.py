@@ -34,15 +34,15 @@ class Given:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def given(tree: Any) -> Any:
+def describe_tensors(tree: Any) -> Any:
     """Return ``tree`` with a :class:`Given` in place of each tensor."""
 
-    def one(leaf: Any) -> Any:
+    def describe(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return Given(tuple(leaf.shape), leaf.dtype, _value_of(leaf))
 
-    return tree_map(one, tree)
+    return tree_map(describe, tree)
 
 
 def _value_of(tensor: Tensor) -> Tensor | None:
@@ -63,7 +63,7 @@ def _digest(leaf: Any) -> Any:
     return hashlib.sha256(leaf.value.contiguous().view(-1).numpy().tobytes()).hexdigest()
 
 
-def _shown(leaf: Any) -> Any:
+def _comparable_leaf(leaf: Any) -> Any:
     """A leaf of a call's arguments as calls are compared by it: numbers with a fraction, such as times, are equal."""
     if leaf is None or isinstance(leaf, (bool, int, str, Given, torch.dtype)):
         return leaf
@@ -151,9 +151,9 @@ def row_of(
     component: str, path: str, method: str, dtype: torch.dtype | None, args: Any, kwargs: Any, reads: bool = False
 ) -> Row:
     """The row of one call, before its result is known."""
-    args, kwargs = given((args, kwargs))
+    args, kwargs = describe_tensors((args, kwargs))
     leaves, structure = tree_flatten((args, kwargs))
-    facts = str(structure), *map(_shown, leaves), *(map(_digest, leaves) if reads else ())
+    facts = str(structure), *map(_comparable_leaf, leaves), *(map(_digest, leaves) if reads else ())
     return Row(component, path, method, dtype, args, kwargs, facts, output_bytes=0, size=(), reads=reads)
 
 
@@ -194,7 +194,7 @@ class Rehearsal:
         decoded = [row.size for row in self.calls if row.method == "decode" and len(row.size) == 2]
         return (decoded[-1][0], decoded[-1][1]) if decoded else None
 
-    def with_larger(self, larger: Row) -> Rehearsal:
+    def add_larger(self, larger: Row) -> Rehearsal:
         """Return a record that has ``larger`` too, a call that came with more than any of its model's rows.
 
         Args:

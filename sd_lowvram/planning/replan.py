@@ -93,7 +93,7 @@ class _CallWatch:
         given = sum(tensor.nbytes for tensor in tensors)
         if given > self.most:
             try:
-                self.replan(self.record.with_larger(row_of(self.name, "", self.entry, None, args, kwargs, self.reads)))
+                self.replan(self.record.add_larger(row_of(self.name, "", self.entry, None, args, kwargs, self.reads)))
             except BudgetError as error:
                 more = f"{self.name} is called with {format_size(given)}, more than planned ({format_size(self.most)})"
                 error.args = (f"{more}: {error}",)

@@ -36,7 +36,7 @@ class Colours:
     rows: tuple[tuple[float, ...], ...]
     explained: float
 
-    def of(self, latents: Tensor) -> Tensor:
+    def convert(self, latents: Tensor) -> Tensor:
         """Colours (N, H, W, 3) of unscaled latents (N, C, H, W), in uint8 and on the CPU."""
         colours = _append_one(latents) @ torch.tensor(self.rows, device=latents.device)
         return colours.add(1).mul(127.5).round().clamp(0, 255).byte().cpu()
@@ -100,17 +100,17 @@ def drawn_pictures() -> list[Tensor]:
 
 
 def _draw(before_a_ramp: bool, generator: torch.Generator) -> Tensor:
-    def between(low: float, high: float, *shape: int) -> Tensor:
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
         return torch.rand(shape, generator=generator) * (high - low) + low
 
     y, x = torch.meshgrid(*2 * [torch.linspace(-1, 1, _SIDE)], indexing="ij")
     picture = torch.ones(3, _SIDE, _SIDE)
     if before_a_ramp:
-        angle, first, last = between(0, 2 * math.pi), between(-1, 1, 3, 1, 1), between(-1, 1, 3, 1, 1)
+        angle, first, last = uniform(0, 2 * math.pi), uniform(-1, 1, 3, 1, 1), uniform(-1, 1, 3, 1, 1)
         share = (x * angle.cos() + y * angle.sin()) / math.sqrt(8) + 0.5
         picture = torch.lerp(first, last, share)
     for number in range(_SHAPES_BEFORE_A_RAMP if before_a_ramp else _SHAPES_BEFORE_WHITE):
-        (left, top), (wide, high), colour = between(-1, 1, 2), between(0.05, 0.55, 2), between(-1, 1, 3, 1, 1)
+        (left, top), (wide, high), colour = uniform(-1, 1, 2), uniform(0.05, 0.55, 2), uniform(-1, 1, 3, 1, 1)
         power = 2 if number % 2 else 12  # a disc, or a box with round corners
         inside = ((x - left) / wide).abs() ** power + ((y - top) / high).abs() ** power < 1
         picture = torch.where(inside, colour * (0.8 + 0.2 * (x - left) / wide), picture)

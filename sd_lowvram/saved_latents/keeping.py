@@ -76,7 +76,7 @@ class Keeper:
         """Compute all steps: the file is of another run, and goes when this one is first written."""
         self._start, self._held = None, 0
 
-    def after(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
+    def record_step(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values with which the pipeline continues after ``step`` (from 1).
 
         Raises:
@@ -205,8 +205,8 @@ def nan_error(step: int, steps: int, saved: Path | None = None) -> NotFiniteErro
 
 @contextlib.contextmanager
 def keep_latents(pipe: Any, generators: Sequence[torch.Generator], safety: Safety) -> Iterator[Keeper]:
-    """Save the latents of a run of ``pipe`` within the block; the run calls ``after`` of the yielded keeper after each
-    step.
+    """Save the latents of a run of ``pipe`` within the block; the run calls ``record_step`` of the yielded keeper
+    after each step.
 
     If the block is left early, for whatever reason, the file holds the last finished step.
 

@@ -72,7 +72,7 @@ def _call_pipe(pipe: Any, path: Path, interval: Interval, *args: Any, **kwargs: 
         undo = set_patch(wrap(denoiser_of(pipe), "forward", compare))
         try:
             theirs, needed = arguments.arguments[_CALLBACK], arguments.arguments[_NEEDED]
-            arguments.arguments[_CALLBACK] = functools.partial(_after_step, keeper, theirs)
+            arguments.arguments[_CALLBACK] = functools.partial(_step_callback, keeper, theirs)
             arguments.arguments[_NEEDED] = [*needed, *({_LATENTS} - {*needed})]
             result = pipe(*arguments.args, **arguments.kwargs)
         finally:
@@ -81,10 +81,10 @@ def _call_pipe(pipe: Any, path: Path, interval: Interval, *args: Any, **kwargs: 
     return result
 
 
-def _after_step(keeper: Keeper, theirs: Any, pipe: Any, step: int, time: Any, values: dict[str, Any]) -> Any:
+def _step_callback(keeper: Keeper, theirs: Any, pipe: Any, step: int, time: Any, values: dict[str, Any]) -> Any:
     """The pipeline's callback: ours, and then that of the caller for a step that was computed."""
     passed_over = keeper.passes_over
-    values = keeper.after(step + 1, values)
+    values = keeper.record_step(step + 1, values)
     return values if theirs is None or passed_over else theirs(pipe, step, time, values)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.private import FakeTensor, elementwise_strides, without_fakes
+from ..compat.private import FakeTensor, disable_fakes, elementwise_strides
 from ..memory.accounts import traces_cpu
 from ..memory.fake_mode import CPU
 from .memory_formats import wanted_format
@@ -56,7 +56,7 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view:
         if torch.device(kwargs["device"]) != CPU:
             return None
         kwargs = kwargs | {"device": "meta"}
-    with without_fakes():
+    with disable_fakes():
         metas = tuple(map(_meta_of, args))
         try:
             result = _KERNELS.get(func, func)(*metas, **kwargs)
@@ -81,7 +81,7 @@ def _meta_of(value: Any) -> Any:
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format | None = None) -> Made:
-    with without_fakes():
+    with disable_fakes():
         meta = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format)
     return Made(meta.shape, meta.stride(), dtype, CPU, None)
 
@@ -138,7 +138,7 @@ def _layer_norm_result(rows: Tensor, shape: Sequence[int], weight: Tensor | None
 
 
 def _elementwise(first: Any, other: Any, **_: Any) -> _Results:
-    with without_fakes():
+    with disable_fakes():
         first, other = _meta_of(first), _meta_of(other)
         dtype = torch.result_type(first, other)
         if not dtype.is_floating_point:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat.private import FakeTensor, FakeTensorMode, without_fakes
+from ..compat.private import FakeTensor, FakeTensorMode, disable_fakes
 from ..memory.fake_mode import fake_around, fake_empty
 
 aten = torch.ops.aten
@@ -148,7 +148,7 @@ def _fake(layout: Made, mode: FakeTensorMode, first: Any) -> Tensor:
 
 
 def _view(layout: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
-    with without_fakes():
+    with disable_fakes():
         meta = torch.empty(0, dtype=layout.dtype, device="meta")
         meta.set_(first.untyped_storage(), first.storage_offset() + offset, layout.shape, layout.stride)
     return fake_around(meta, mode, layout.device)

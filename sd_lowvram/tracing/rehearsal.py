@@ -71,7 +71,7 @@ def rehearse(pipe: Any, /, **call: Any) -> Rehearsal:
     fewer = full
     if isinstance(steps, int) and _STEPS in _parameters(pipe):
         fewer = copied.run({**call, _STEPS: 2 if steps > 2 else 3 * steps})
-    repeated = _repeated(full.counts, fewer.counts)
+    repeated = _step_models(full.counts, fewer.counts)
     steps_by_group = steps_of([row.component for row in full.calls], repeated.__contains__)
     models = copied.originals
     largest = sorted(repeated or _called_denoisers(full), key=lambda name: -weight_bytes(models[name]))
@@ -83,7 +83,7 @@ def _called_denoisers(record: Rehearsal) -> list[str]:
     return [name for name in _DENOISERS if name in record.counts][:1]
 
 
-def _repeated(full: Counter[str], fewer: Counter[str]) -> set[str]:
+def _step_models(full: Counter[str], fewer: Counter[str]) -> set[str]:
     """Models whose number of calls depends on the steps; if no model's does, those that are called most often."""
     if full != fewer:
         return {name for name in full if full[name] != fewer[name]}
@@ -172,7 +172,7 @@ class _Copy:
             if id(value) in replaced:
                 vars(pipe)[name] = replaced[id(value)]
             elif isinstance(value, (dict, list)):
-                vars(pipe)[name] = _replaced(value, replaced)
+                vars(pipe)[name] = _replace_models(value, replaced)
         return pipe
 
     def _argument(self, value: Any) -> Any:
@@ -293,7 +293,7 @@ def _own_copy(part: Any) -> Any:
         return part
 
 
-def _replaced(container: Any, replaced: Mapping[int, Any]) -> Any:
+def _replace_models(container: Any, replaced: Mapping[int, Any]) -> Any:
     """``container`` with models replaced by their copies; itself if it holds none."""
     values = container.values() if isinstance(container, dict) else container
     if not any(id(value) in replaced for value in values):

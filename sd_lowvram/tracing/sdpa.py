@@ -38,7 +38,7 @@ def traced_attention(book: Booking) -> Iterator[None]:
         mask = kwargs.get("attn_mask", args[0] if args else None)
         if not isinstance(query, FakeTensor):
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-        with SWITCHES.left_alone():
+        with SWITCHES.hold_unset():
             kernel = kernel_to_book() or chosen_kernel(query, value, mask)
         if kernel == "math, in float32":
             return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, *args, **kwargs)[0]  # type: ignore[no-any-return]

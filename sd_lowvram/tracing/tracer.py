@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..compat.private import FakeTensor, FakeTensorMode, TorchDispatchMode, decomposed, tree_flatten, tree_map
+from ..compat.private import FakeTensor, FakeTensorMode, TorchDispatchMode, decompose, tree_flatten, tree_map
 from ..devices.overhead import NONE, Overhead
 from ..memory.accounts import current_account, is_host, traced_device, traces_cpu
 from ..memory.fake_mode import CPU, active_fake_mode
@@ -303,7 +303,7 @@ class _Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if operator.composite:
             with self:
-                return decomposed(func, *args, **kwargs)
+                return decompose(func, *args, **kwargs)
         key = self._signature(func, operator, args, kwargs)
         if key is None and func not in _LIFTS:
             args = self._fake_arguments(args)

@@ -33,7 +33,7 @@ import os, sys, torch
 last = int(sys.argv.pop(1))
 from diffusers import UNet2DConditionModel
 from sd_lowvram.saved_latents.keeping import Keeper
-forward, start, after = UNet2DConditionModel.forward, Keeper.__init__, Keeper.after
+forward, start, after = UNet2DConditionModel.forward, Keeper.__init__, Keeper.record_step
 runs, calls = [], []
 def started(self, *args):
     runs.append(1)
@@ -46,7 +46,7 @@ def killed(self, step, values):
     if step == last:
         os.kill(os.getpid(), 9)
     return after(self, step, values)
-UNet2DConditionModel.forward, Keeper.__init__, Keeper.after = counted, started, killed
+UNet2DConditionModel.forward, Keeper.__init__, Keeper.record_step = counted, started, killed
 from sd_lowvram.__main__ import main
 try:
     main()

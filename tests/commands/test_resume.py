@@ -25,7 +25,7 @@ def end():
     os.kill(os.getpid(), {"SIGKILL": 9, "SIGTERM": 15, "SIGINT": 2}[how])
 from diffusers import AutoencoderKL
 from sd_lowvram.saved_latents.keeping import Keeper
-after, decode = Keeper.after, AutoencoderKL.decode
+after, decode = Keeper.record_step, AutoencoderKL.decode
 def ending(self, done, values):
     if done == step and how == "NaN":
         values = {**values, "latents": values["latents"] * float("inf")}
@@ -33,7 +33,7 @@ def ending(self, done, values):
     if done == step:
         end()
     return values
-Keeper.after = ending
+Keeper.record_step = ending
 def ending_decode(*args, **kwargs):
     if step == 0:
         end()

@@ -45,7 +45,7 @@ def test_previews_come_near_the_picture(demo):
         ).images  # fmt: skip
     assert [step for step, _ in shown] == [5, 10, 15, 20]
     squares = adaptive_avg_pool2d(image, shown[0][1].shape[2:])[0].permute(1, 2, 0)
-    away = [(colours.demo_colours().of(latents)[0] / 255 - squares).abs().mean() for _, latents in shown]
+    away = [(colours.demo_colours().convert(latents)[0] / 255 - squares).abs().mean() for _, latents in shown]
     assert away[-1] < 0.6 * (squares - squares.mean((0, 1))).abs().mean() and away[-1] < away[0]
     assert "step" not in vars(demo.scheduler)
 
@@ -77,7 +77,7 @@ def test_another_models_map_is_fitted_once(monkeypatch, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in vae.state_dict().items())
     monkeypatch.setattr(colours, "fit", lambda vae: pytest.fail("fitted once more"))
     assert colours.colours_of(vae, lambda: "this one") == first
-    assert first.of(torch.zeros(2, 4, 8, 9)).shape == (2, 8, 9, 3)
+    assert first.convert(torch.zeros(2, 4, 8, 9)).shape == (2, 8, 9, 3)
     (file,) = tmp_path.rglob("*.json")
     file.write_text('{"rows": [[1, 2]], "explained": 1}')
     with pytest.raises(pytest.fail.Exception):

@@ -55,7 +55,7 @@ def run(
     with keep_latents(pipe, generators, Safety(path, interval=interval, start=start)) as keeper:
 
         def after(_, step, __, values):
-            values = keeper.after(step + 1, values)
+            values = keeper.record_step(step + 1, values)
             calls.append(step)
             if step + 1 == stop:
                 raise StoppedError

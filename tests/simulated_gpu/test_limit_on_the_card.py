@@ -76,7 +76,7 @@ def unplanned() -> int:
     """Bytes that earlier tests have left in segments that cannot be freed, less workspaces, which plans count."""
     gc.collect()
     torch.cuda.empty_cache()
-    return limit._unplanned(0, [])
+    return limit._unplanned_bytes(0, [])
 
 
 def test_a_planned_call_is_limited_to_the_budget(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:

@@ -328,7 +328,7 @@ def test_a_switch_is_not_set_while_others_read_it() -> None:
 
     def read() -> None:
         for _ in range(500):
-            with switch.left_alone():
+            with switch.hold_unset():
                 seen.add(tuple(state))
 
     def change(name: str) -> None:

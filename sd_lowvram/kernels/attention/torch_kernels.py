@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat import only_kernel
+from ...compat import restrict_kernel
 from ...compat.private import BUILTIN_ATTENTION, attention_choice
 from ...devices.this_machine import knows_cudnn_attention
 from ...errors import SettingsError
@@ -121,7 +121,7 @@ def own_kernel(problem: Problem) -> str:
     """Return the kernel that torch chooses by itself on this GPU for these widths and this type; "" if unknown."""
     if problem.device.type != "cuda" or not torch.cuda.is_available() or _is_compiling() or is_planned_elsewhere():
         return ""
-    with SWITCHES.left_alone():
+    with SWITCHES.hold_unset():
         enabled = getattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)()  # torch 2.4
         shape = problem.width, problem.value_width, problem.dtype, problem.device, problem.mask is not None
         return _own_kernel(*shape) if enabled else ""
@@ -252,10 +252,10 @@ def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
         return emulate(kernel, q, k, v, mask, scale)
     if mask is not None:
         mask = _torch_mask(mask, problem)
-    with contextlib.nullcontext() if _is_compiling() else SWITCHES.left_alone():
+    with contextlib.nullcontext() if _is_compiling() else SWITCHES.hold_unset():
         if kernel == "torch" or kernel == _choice(q, k, v, mask, scale):
             return BUILTIN_ATTENTION(q, k, v, attn_mask=mask, scale=scale)
-    with SWITCHES.set_by(only_kernel(kernel)):
+    with SWITCHES.set_by(restrict_kernel(kernel)):
         return BUILTIN_ATTENTION(q, k, v, attn_mask=mask, scale=scale)
 
 
