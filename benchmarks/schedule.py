@@ -29,7 +29,7 @@ from sd_lowvram.settings import Settings
 from sd_lowvram.streaming.blocks import Blocks, blocks_of
 from sd_lowvram.streaming.layers import layers_of
 from sd_lowvram.streaming.policies import POLICIES
-from sd_lowvram.streaming.search import best_schedule, bound
+from sd_lowvram.streaming.search import best_schedule, lower_bound
 from sd_lowvram.streaming.simulator import CopyQueue, simulate
 from sd_lowvram.streaming.timing import StepTiming, schedule_units, sort_by_timing, timing_of
 from sd_lowvram.tracing.fake_model import fake_copy
@@ -106,7 +106,7 @@ def _row(parts: Blocks, timing: StepTiming, share: int, model: str, size: str, r
     seconds = {name: simulate(units, policy(units, room), copies) for name, policy in POLICIES.items()}
     seconds |= {
         "ours": simulate(units, best_schedule(units, room, copies), copies),
-        "bound": bound(units, room, copies),
+        "bound": lower_bound(units, room, copies),
     }
     return Row(
         model=model,

@@ -32,7 +32,7 @@ from .progress import happened
 from .session import Attachment, anatomy_of, attach, attached, attachments, restore
 from .settings import Settings, stated
 from .streaming.host_weights import host_budget
-from .tracing.rehearsal import filled, rehearse
+from .tracing.rehearsal import fill_call, rehearse
 from .units import parse_size
 
 Size = int | float | str
@@ -467,7 +467,7 @@ def _rehearsal(target: Any, run: RunOptions, scale: Any, call: Mapping[str, Any]
         raise BadInputError(f"a stated call is for pipelines, and {type(target).__name__} is not one: leave it out")
     size = run.get("width"), run.get("height"), run.get("batch", 1), run.get("steps", DEFAULT_STEPS)
     try:
-        record = rehearse(target, **filled(target, call or {}, *size, scale))
+        record = rehearse(target, **fill_call(target, call or {}, *size, scale))
     except Exception as error:
         if ran_out(error):
             raise

@@ -136,7 +136,7 @@ def is_gguf(tensor: Tensor) -> bool:
     return hasattr(tensor, "quant_type") and hasattr(tensor, "as_tensor") and tensor.dtype == torch.uint8
 
 
-def as_gguf(plain: Tensor, gguf: Tensor) -> None:
+def wrap_gguf(plain: Tensor, gguf: Tensor) -> None:
     """Wrap ``plain``, which has the bytes of ``gguf``, so that diffusers' layers read it as a GGUF tensor."""
     plain.quant_type = gguf.quant_type  # type: ignore[attr-defined]
     plain.as_tensor = weakref.ref(plain)  # type: ignore[attr-defined]  # called, it gives the tensor
@@ -174,7 +174,7 @@ def lay_last(kernel: Tensor) -> Callable[[], None]:
     return lambda: vars(kernel).pop(_LAST, None)
 
 
-def as_copied(tensor: Tensor, data: Tensor) -> Tensor:
+def copied_tensor(tensor: Tensor, data: Tensor) -> Tensor:
     """Return a tensor with the strides that a copy of ``data`` should have.
 
     Args:
@@ -199,7 +199,7 @@ def narrows(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 @contextmanager
-def lent(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
+def lend_contents(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
     """Replace the contents of every tensor by ``convert`` of them within the block, and restore them in any case.
 
     Args:

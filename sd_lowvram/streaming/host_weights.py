@@ -37,7 +37,7 @@ from ..memory.host_offload import dense_order, inverse, is_pinned, unpin
 from ..memory.pinned import pinnable_bytes, pinned_empty, unlock_ended, whole_pages
 from ..memory.threads import pause_models
 from ..units import MIB
-from ..weights import all_tensors, as_copied, ordinary_mode, same_bits, set_data
+from ..weights import all_tensors, copied_tensor, ordinary_mode, same_bits, set_data
 from .mapped_files import MappedFiles, PastCache, can_read_past_cache
 from .schedule import align
 
@@ -248,7 +248,7 @@ class HostWeights:
             copy = None
             freed = each.nbytes if each.kind == "ordinary" else 0
             if each.kind in copied:
-                like, growth = as_copied(each.tensors[0], each.data), most - slabs.total - ordinary + freed
+                like, growth = copied_tensor(each.tensors[0], each.data), most - slabs.total - ordinary + freed
                 copy = slabs.copy_of(each.data, like, growth, past if each.kind == "mapped" else None)
             if copy is not None:
                 ordinary -= freed

@@ -14,13 +14,13 @@ from ..compat.private import storage_key
 from ..errors import BudgetError
 from ..memory.fake_mode import active_fake_mode
 from ..units import format_least, format_size
-from ..weights import as_copied, ordinary_as, set_data
+from ..weights import copied_tensor, ordinary_as, set_data
 from .blocks import Block, Blocks, Granularity, blocks_of
 from .copier import Copy
 from .layers import Layer, place_bytes
 from .pool import Pool
 from .schedule import Schedule, align, lay_out, spread
-from .search import best_schedule, no_slower
+from .search import best_schedule, smallest_schedule
 from .simulator import CopyQueue
 from .timing import StepTiming, schedule_units, sort_as_called, sort_by_timing
 
@@ -103,9 +103,9 @@ class DeviceLayout:
         self._copies: dict[int, list[Copy]] = {}
         self._waiting: dict[int, list[_HostWeight]] = {}
         self._parts = parts
-        self._spans = dict(self._laid(parts.staying_bytes))
+        self._spans = dict(self._place_units(parts.staying_bytes))
 
-    def _laid(self, offset: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    def _place_units(self, offset: int) -> Iterator[tuple[int, tuple[int, int]]]:
         for number in sorted(self.residents):
             yield number, (offset, offset + self.blocks[number].bytes)
             offset += self.blocks[number].bytes
@@ -230,7 +230,7 @@ def _waiting(tensors: Sequence[Tensor], block: Block | None) -> list[_HostWeight
             tensors = sorted(tensors, key=lambda tensor: (storage_key(tensor), _start(tensor)))
         held = [tensor.data for tensor in tensors]
         sources = [data if block is None else block.part(data) for data in held]
-        weights = list(map(_HostWeight, tensors, held, sources, map(as_copied, tensors, sources)))
+        weights = list(map(_HostWeight, tensors, held, sources, map(copied_tensor, tensors, sources)))
         first = len(weights)
         for number in reversed(range(len(weights))):
             if not number or not _adjoin(*weights[number - 1 : number + 1]):
@@ -383,7 +383,7 @@ def _schedule(parts: Blocks, policy: ResidencyPolicy, room: int | None, near: bo
     ring = lay_out(units, (), room)
     plain = policy.device_bytes is None and not policy.split and not policy.together
     if policy.kind == "layer" and plain and policy.timing is not None:
-        return no_slower(schedule_units(parts.streamed, policy.timing), ring, policy.timing.copies)
+        return smallest_schedule(schedule_units(parts.streamed, policy.timing), ring, policy.timing.copies)
     return ring
 
 

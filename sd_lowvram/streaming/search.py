@@ -45,11 +45,11 @@ def best_schedule(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQ
     search = _ScheduleSearch(units, device_bytes, copies)
     search.grid()
     if not near:
-        search.all_sets()
+        search.try_all_sets()
     return search.best
 
 
-def no_slower(units: Sequence[WeightGroup], ring: Schedule, copies: CopyQueue) -> Schedule:
+def smallest_schedule(units: Sequence[WeightGroup], ring: Schedule, copies: CopyQueue) -> Schedule:
     """Return the schedule with the smallest sum of ring and activations whose step is not slower than with ``ring``.
 
     Args:
@@ -77,7 +77,7 @@ def no_slower(units: Sequence[WeightGroup], ring: Schedule, copies: CopyQueue) -
     return best
 
 
-def bound(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue) -> float:
+def lower_bound(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue) -> float:
     """Return the fewest seconds of a step under any schedule of these units, or of parts of them.
 
     Consider the time from the start of one unit to the start of a later one. All weights that are used in between must
@@ -118,7 +118,7 @@ class _ScheduleSearch:
         simple = [policy(units, device_bytes) for policy in POLICIES.values()]
         self.best = min(simple, key=lambda schedule: simulate(units, schedule, copies))
         self.seconds = simulate(units, self.best, copies)
-        self.enough = _NEAR * bound(units, device_bytes, copies)
+        self.enough = _NEAR * lower_bound(units, device_bytes, copies)
 
     def grid(self) -> None:
         """Try residents by size, and by size over the time in which they could be copied, with rings of many sizes."""
@@ -130,16 +130,16 @@ class _ScheduleSearch:
         for order, ring in itertools.product((by_size, by_rate), rings):
             if self.seconds <= self.enough:
                 return
-            self._try(self._taken(order, self.device_bytes - ring))
+            self._try(self._fitting_units(order, self.device_bytes - ring))
 
-    def all_sets(self) -> None:
+    def try_all_sets(self) -> None:
         """Try every set of residents, if the units are few."""
         if 2 ** len(self.streamable) <= _MOST_SETS:
             for count in range(len(self.streamable) + 1):
                 for chosen in itertools.combinations(self.streamable, count):
                     self._try(chosen)
 
-    def _taken(self, order: Sequence[int], most: int) -> set[int]:
+    def _fitting_units(self, order: Sequence[int], most: int) -> set[int]:
         """Units in ``order``, each that still fits into ``most`` bytes."""
         taken, left = set(), most
         for number in order:

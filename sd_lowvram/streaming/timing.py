@@ -58,7 +58,7 @@ class StepTiming:
     copies: CopyQueue
     maps: tuple[int, ...] = ()
 
-    def of(self, components: Iterable[str]) -> StepTiming:
+    def select(self, components: Iterable[str]) -> StepTiming:
         """Times of some components' modules."""
         starts = tuple(f"{name}." for name in components)
         places = [number for number, (path, _) in enumerate(self.spans) if path.startswith(starts)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from ..weights import Convert, lent
+from ..weights import Convert, lend_contents
 
 _Kept = dict[tuple[int, int], tuple[Tensor, Convert, contextlib.ExitStack]]
 """Weights lent until the block ends, by the ids of tensor and conversion; both are held, so that the ids stay valid."""
@@ -127,13 +127,13 @@ def lend_to_call(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
             for every call of a layer.
     """
     if _state.kept is None:
-        with lent(tensors, convert):
+        with lend_contents(tensors, convert):
             yield
         return
     for tensor in tensors:
         key = id(tensor), id(convert)
         if key not in _state.kept:
             lending = contextlib.ExitStack()
-            lending.enter_context(lent([tensor], convert))
+            lending.enter_context(lend_contents([tensor], convert))
             _state.kept[key] = tensor, convert, lending
     yield

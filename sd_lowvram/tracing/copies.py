@@ -110,7 +110,7 @@ class _Copies:
             return original
         layout = next(base for base in _LAYOUTS if issubclass(kind, base))
         try:
-            copy = layout.__new__(self._unfinalized(kind))
+            copy = layout.__new__(self._drop_finalizer(kind))
         except TypeError:  # instances are laid out by native code
             return original
         if layout is not object and layout is not types.SimpleNamespace:
@@ -163,7 +163,7 @@ class _Copies:
     def _copy_if_leading(self, original: Any) -> Any:
         return self._copy_of(original) if self._leads(original) else original
 
-    def _unfinalized(self, kind: type) -> type:
+    def _drop_finalizer(self, kind: type) -> type:
         """Return ``kind``, or a subclass whose instances free nothing when they are deleted."""
         if not hasattr(kind, "__del__"):
             return kind

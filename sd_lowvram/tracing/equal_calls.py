@@ -207,7 +207,7 @@ class EqualCalls:
         return Recipe(recipe, container, moved=sum(storages.values())) if own else None
 
     def _repeat_call(self, call: _Call) -> Any:
-        self._ledger.again(call.above)
+        self._ledger.repeat_peaks(call.above)
         here, there = self._ledger.path, call.path
         more = self._ledger.live_now()["device"] - call.before
         for span in call.spans:

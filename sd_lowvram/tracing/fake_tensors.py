@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..compat.private import FakeTensorMode
 from ..memory.fake_mode import CPU, fake_empty
-from ..weights import as_gguf, is_gguf
+from ..weights import is_gguf, wrap_gguf
 
 Registry = MutableMapping[str, Any]
 
@@ -29,7 +29,7 @@ def fake_of(real: Tensor, mode: FakeTensorMode) -> Tensor:
         if isinstance(real, nn.Parameter):
             fake._is_param = True
         if is_gguf(real):
-            as_gguf(fake, real)
+            wrap_gguf(fake, real)
         return fake.requires_grad_(real.requires_grad) if real.is_leaf and real.requires_grad else fake
 
 

@@ -148,7 +148,7 @@ def _elementwise(first: Any, other: Any, **_: Any) -> _Results:
         return (Made(alike[0].shape, elementwise_strides(*alike), dtype, CPU, None),)
 
 
-def _like_first(first: Tensor, *_: Any, **__: Any) -> _Results:
+def _first_strides(first: Tensor, *_: Any, **__: Any) -> _Results:
     # With one tensor, elementwise_strides would return its strides, and the kernels do not.
     return _elementwise(first, first)
 
@@ -171,7 +171,10 @@ _RULES: dict[Any, Callable[..., _Results]] = {
     **{getattr(aten, name).Tensor: _first_argument for name in ("add_", "sub_")},
     aten.pow_.Scalar: _first_argument,
     aten.silu_.default: _first_argument,
-    **{getattr(aten, name).default: _like_first for name in ("silu", "gelu", "sigmoid", "exp", "sin", "cos", "rsqrt")},
+    **{
+        getattr(aten, name).default: _first_strides
+        for name in ("silu", "gelu", "sigmoid", "exp", "sin", "cos", "rsqrt")
+    },
 }
 
 _BY_META = frozenset(

@@ -104,7 +104,7 @@ class Ledger:
         if nbytes != booked.nbytes:
             self._change(booked, nbytes - booked.nbytes)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
         """Note the new size of a storage, if it is followed."""
         booked = self._booked.get(storage_key(storage))
         if booked is not None:
@@ -201,7 +201,7 @@ class Ledger:
             above += [peak - at for peak, at in zip(self._peaks(), (*start, 0), strict=True)]
             self._raise(before)
 
-    def again(self, above: Sequence[int]) -> None:
+    def repeat_peaks(self, above: Sequence[int]) -> None:
         """Update the peaks by those that :meth:`separate_peaks` recorded for an equal block."""
         self._raise([at + more for at, more in zip((*self._now(), 0), above, strict=True)])
 

@@ -91,7 +91,7 @@ def _step_models(full: Counter[str], fewer: Counter[str]) -> set[str]:
     return {name for name, count in full.items() if count > 1 and 2 * count >= most}
 
 
-def filled(
+def fill_call(
     pipe: Any, call: Mapping[str, Any], width: int | None, height: int | None, batch: int, steps: int, scale: Any
 ) -> dict[str, Any]:
     """Return ``call`` plus size, number of pictures, steps and guidance, where ``pipe`` has such parameters.
@@ -204,13 +204,13 @@ class _Copy:
         row = row_of(name, path, method, dtype, args, kwargs, (name, path, method) in self._reading)
         if row.key not in self._results:
             try:
-                self._results[row.key] = self._traced(row, original, args, kwargs)
+                self._results[row.key] = self._trace_call(row, original, args, kwargs)
             except Exception as error:
                 if row.reads or not reads_values(error):
                     raise
                 self._reading.add((name, path, method))
                 row = row_of(name, path, method, dtype, args, kwargs, reads=True)
-                self._results[row.key] = self._traced(row, original, args, kwargs)
+                self._results[row.key] = self._trace_call(row, original, args, kwargs)
         given = {self._ledger.key(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
         held = self._ledger.alive(given)
         known = self._rows.get(row.key)
@@ -229,7 +229,7 @@ class _Copy:
         self._ledger.peak = self._ledger.live
         return result
 
-    def _traced(self, row: Row, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _trace_call(self, row: Row, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of a call on fake tensors."""
         self._busy = True
         equals = {} if row.reads else self._equals[row.component]
@@ -253,10 +253,10 @@ class _Copy:
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():
                 if tensor is not None and not is_gguf(tensor):
-                    registry[name] = self._converted(tensor, convert)  # type: ignore[assignment]
+                    registry[name] = self._convert_tensor(tensor, convert)  # type: ignore[assignment]
         return module
 
-    def _converted(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    def _convert_tensor(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         dtype = convert(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype)).dtype
         if dtype == tensor.dtype:
             return tensor

@@ -435,7 +435,7 @@ def _resizes(ledger: Ledger) -> Iterator[None]:
 
     def report_resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = storage.resize_(size)
-        ledger.resized(storage)
+        ledger.note_resize(storage)
         return result
 
     with _resize.to(report_resize):

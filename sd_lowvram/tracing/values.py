@@ -74,7 +74,7 @@ class _Values(TorchDispatchMode):
         if storage_key(fake) not in self._values and real.numel() <= _MOST:
             self._values[self._deaths.watch(fake.untyped_storage())] = real
 
-    def known(self, tensor: Tensor) -> Tensor | None:
+    def known_values(self, tensor: Tensor) -> Tensor | None:
         """Values of a tensor; a real one has its own."""
         if not isinstance(tensor, FakeTensor):
             return tensor if tensor.numel() <= _MOST and not tensor.is_meta else None
@@ -98,7 +98,7 @@ class _Values(TorchDispatchMode):
                 self._values.pop(storage_key(leaves[0]), None)
             return func(*args, **kwargs)
         with without_modes():
-            its_args, its_kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (args, _on_cpu(kwargs)))
+            its_args, its_kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (args, _cpu_arguments(kwargs)))
             try:
                 value = func(*its_args, **its_kwargs)
             except Exception:  # it fails on fake tensors too, or is not for a CPU
@@ -110,7 +110,7 @@ class _Values(TorchDispatchMode):
     def _all_known(self, leaves: Sequence[Tensor]) -> dict[int, Tensor] | None:
         """Values of all tensors by id; None if those of one are unknown."""
         with without_modes():
-            values = {id(leaf): self.known(leaf) for leaf in leaves}
+            values = {id(leaf): self.known_values(leaf) for leaf in leaves}
         known = {key: value for key, value in values.items() if value is not None}
         return known if len(known) == len(values) else None
 
@@ -134,7 +134,7 @@ class _Values(TorchDispatchMode):
             return fake_of(leaf, self._mode)
 
 
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _cpu_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
 
 

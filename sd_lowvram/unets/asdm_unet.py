@@ -64,7 +64,7 @@ class ASDMUNet2DConditionModel(UNet2DConditionModel):
         return super().forward(sample, *args, **kwargs)
 
 
-def _with_all_names() -> inspect.Signature:
+def _full_signature() -> inspect.Signature:
     """diffusers reads from the signature what a configuration may say."""
     theirs = [*inspect.signature(UNet2DConditionModel.__init__).parameters.values()]
     own = inspect.signature(ASDMUNet2DConditionModel.__init__).parameters.values()
@@ -72,7 +72,7 @@ def _with_all_names() -> inspect.Signature:
     return inspect.Signature([*theirs, *ours])
 
 
-ASDMUNet2DConditionModel.__init__.__signature__ = _with_all_names()  # type: ignore[attr-defined]
+ASDMUNet2DConditionModel.__init__.__signature__ = _full_signature()  # type: ignore[attr-defined]
 
 
 def check_changes(experts: Any, regions: Any, blocks: Any = ()) -> None:

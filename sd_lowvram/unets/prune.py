@@ -76,16 +76,16 @@ def cut_by_names(config: Mapping[str, Any], keep: Collection[str] = (), drop: Co
     full = whole(config)
     named = {part for name in keep or drop for part in _parts(full, name)}
 
-    def left(part: str) -> bool:
+    def is_left(part: str) -> bool:
         return (part in named) == bool(keep)
 
     def left_of(side: str, blocks: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-        return [tuple(layer for layer in layers if left(f"{side}{n}.{layer}")) for n, layers in enumerate(blocks)]
+        return [tuple(layer for layer in layers if is_left(f"{side}{n}.{layer}")) for n, layers in enumerate(blocks)]
 
     down, up = left_of("dn", full.down), left_of("up", full.up)
     while len(down) > 1 and not down[-1] and not up[0]:
         del down[-1], up[0]
-    cut = Cut(tuple(down), tuple(up), full.mid and left("mid"))
+    cut = Cut(tuple(down), tuple(up), full.mid and is_left("mid"))
     _check_path(full, cut)
     if cut == full:
         raise BadInputError("--keep names all layers that this UNet has: nothing would be cut")

@@ -150,9 +150,9 @@ def clip_of(folder: Path) -> tuple[Any, Any]:
 def _return_tensor(features: Callable[..., Any]) -> Callable[..., Tensor]:
     """Since transformers 5 the features come in an output of several; torchmetrics takes the tensor alone."""
 
-    def taken(*args: Any, **kwargs: Any) -> Tensor:
+    def pooled_output(*args: Any, **kwargs: Any) -> Tensor:
         output = features(*args, **kwargs)
         alone: Tensor = getattr(output, "pooler_output", output)
         return alone
 
-    return taken
+    return pooled_output

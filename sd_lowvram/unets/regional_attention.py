@@ -69,7 +69,7 @@ class RegionalAttention(nn.Module):
         pooled = (band.keys, band.values) if band is not None else (pooled_map(key), pooled_map(value))
         attended = self._inside_regions(rows, query, key, value)
         del key, value
-        attended = attended + self._to_pooled(query, *pooled)
+        attended = attended + self._attend_pooled(query, *pooled)
         del query
         for layer in self.to_out:
             attended = layer(attended)
@@ -90,12 +90,12 @@ class RegionalAttention(nn.Module):
             pooled = _pool(norm, tokens, height, width)
             keys, values = self.to_k(pooled), self.to_v(pooled)
 
-            def attended(start: int, stop: int) -> Tensor:
+            def attend_band(start: int, stop: int) -> Tensor:
                 part = tokens[:, start:stop]
                 result: Tensor = self(norm(part), band=Band(bands[start, stop], keys, values))
                 return result + part
 
-            return assemble(attended, [*bands], 1, tokens)
+            return assemble(attend_band, [*bands], 1, tokens)
 
     def sides(self, tokens: int) -> tuple[int, int]:
         """Height and width of the map, which must have so many ``tokens``."""
@@ -112,14 +112,14 @@ class RegionalAttention(nn.Module):
         columns = region_sizes(query.shape[2], self.side)
         alike = [*itertools.product(runs(rows), runs(columns))]
         if len(alike) == 1:
-            return self._attended(*alike[0], query, key, value).flatten(1, 2)
+            return self._attend_regions(*alike[0], query, key, value).flatten(1, 2)
         out = torch.empty_like(query)
         for down, across in alike:
-            part = self._attended(down, across, query, key, value)
+            part = self._attend_regions(down, across, query, key, value)
             out[:, down.start : down.stop, across.start : across.stop] = part
         return out.flatten(1, 2)
 
-    def _attended(self, rows: RegionRow, columns: RegionRow, *maps: Tensor) -> Tensor:
+    def _attend_regions(self, rows: RegionRow, columns: RegionRow, *maps: Tensor) -> Tensor:
         """Attend within a rectangle of regions of one size; return the results in their places."""
         query, key, value = (self._regions(tensor, rows, columns) for tensor in maps)
         attended = F.scaled_dot_product_attention(query, key, value)
@@ -133,7 +133,7 @@ class RegionalAttention(nn.Module):
         part = part.permute(0, 1, 3, 5, 2, 4, 6)
         return part.reshape(-1, self.heads, rows.size * columns.size, part.shape[-1])
 
-    def _to_pooled(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend_pooled(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """(N, height * width, C): all tokens attend to those of the pooled map (N, tokens, C); times the gate."""
         attended = F.scaled_dot_product_attention(
             self._heads(query.flatten(1, 2)), self._heads(keys), self._heads(values)

@@ -105,9 +105,9 @@ def encode_pictures(pipe: Any, items: list[Captioned], side: int) -> Encoded:
         latents.append((pipe.vae.encode(batch).latent_dist.mode() * scale).float().cpu())
         digests.append(digest_of([part]))
 
-    def embedded(texts: list[str]) -> Tensor:
+    def embed(texts: list[str]) -> Tensor:
         embedded_text: Tensor = pipe.encode_prompt(texts, pipe.text_encoder.device, 1, False)[0]
         return embedded_text.float().cpu()
 
-    texts = [embedded([*item.captions]) for item in items]
-    return Encoded(torch.cat(latents), texts, embedded([""]), digest_of([], *digests))
+    texts = [embed([*item.captions]) for item in items]
+    return Encoded(torch.cat(latents), texts, embed([""]), digest_of([], *digests))

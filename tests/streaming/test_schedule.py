@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.streaming.policies import POLICIES
 from sd_lowvram.streaming.schedule import ALIGNMENT, WeightGroup, align, follow_maps, lay_out
-from sd_lowvram.streaming.search import best_schedule, bound, no_slower
+from sd_lowvram.streaming.search import best_schedule, lower_bound, smallest_schedule
 from sd_lowvram.streaming.simulator import CopyQueue, simulate
 
 K = ALIGNMENT
@@ -118,12 +118,12 @@ def test_a_ring_that_follows_is_small_where_the_activations_are_large():
 @given(BESIDE_MAPS, st.floats(0, 1), COPIES)
 def test_a_ring_that_follows_is_no_slower_than_one_that_does_not(units, share, copies):
     ring = lay_out(units, (), budget(units, share))
-    found = no_slower(units, ring, copies)
+    found = smallest_schedule(units, ring, copies)
     assert found.ring_bytes <= ring.ring_bytes
     assert simulate(units, found, copies) <= simulate(units, ring, copies) * (1 + 1e-6)
     if not any(one.maps for one in units):
         assert found == ring
-    assert no_slower([dataclasses.replace(one, maps=0) for one in units], ring, copies) == ring
+    assert smallest_schedule([dataclasses.replace(one, maps=0) for one in units], ring, copies) == ring
 
 
 def test_fetches_wait_for_the_last_who_used_their_bytes():
@@ -190,7 +190,7 @@ def test_the_search_is_never_slower_than_the_simple_policies(units, share, copie
     assert best.device_bytes <= room
     assert_nobody_is_overwritten(units, best)
     seconds = simulate(units, best, copies)
-    assert seconds >= bound(units, room, copies) * (1 - 1e-6)
+    assert seconds >= lower_bound(units, room, copies) * (1 - 1e-6)
     for policy in POLICIES.values():
         other = policy(units, room)
         assert other.device_bytes <= room

@@ -114,7 +114,7 @@ def _stream(
     groups = [{name: part} for name, part in components.items()] if alone else step_groups(anatomy, components)
     for group in groups:
         denoises = any(name in group for names in anatomy.steps for name in names)
-        own = timing.of(group) if timing is not None and len(anatomy.steps) > 1 else timing
+        own = timing.select(group) if timing is not None and len(anatomy.steps) > 1 else timing
         stream = Stream(group, device, policy_of(settings, denoises, own), turns, repeats=denoises)
         yield Change(stream.offload, hook="offload")
         yield from stream.patches()

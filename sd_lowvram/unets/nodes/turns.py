@@ -54,7 +54,7 @@ def scheduled_model(own: ModelPatcher, small: ModelPatcher, turns: Sequence[Turn
         clone.wrappers[door].update(there)  # inside of ours: they are called in turns of their own model only
     around = clone.model_options.get("model_function_wrapper")
     if around is not None:
-        clone.model_options["model_function_wrapper"] = taking.in_own_turns(around)
+        clone.model_options["model_function_wrapper"] = taking.restrict_to_turns(around)
     return clone
 
 
@@ -78,13 +78,13 @@ class _ModelSwitch:
             )
         self._options = {}
         try:
-            return self._planned(executor)(noise, latents, sampler, sigmas, *args, **kwargs)
+            return self._planned_executor(executor)(noise, latents, sampler, sigmas, *args, **kwargs)
         finally:
             if self._options:
                 self._small.cleanup()  # type: ignore[attr-defined]
             self._options, self._load = {}, {}
 
-    def _planned(self, executor: Any) -> Any:
+    def _planned_executor(self, executor: Any) -> Any:
         """``executor`` within what Low VRAM has put around a sampling of the small model."""
         ours = [hooks.outer_sample for hooks in wrappers_of(self._small)]
         if not ours:
@@ -142,7 +142,7 @@ class _ModelSwitch:
             return executor(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
         whole, base = executor.class_obj.diffusion_model, self._small.model
         check_control(whole, base.diffusion_model, control)
-        options = self._passed_on(transformer, whole, base.diffusion_model)
+        options = self._merge_options(transformer, whole, base.diffusion_model)
         call = {"c_concat": c_concat, "c_crossattn": c_crossattn, "control": control, "transformer_options": options}
         around = self._options.get("model_function_wrapper")
         if around is None:
@@ -155,15 +155,15 @@ class _ModelSwitch:
         }
         return around(base.apply_model, arguments)
 
-    def in_own_turns(self, around: Callable[..., Any]) -> Callable[..., Any]:
+    def restrict_to_turns(self, around: Callable[..., Any]) -> Callable[..., Any]:
         """Restrict a wrapper of another node around the own model to that model's turns."""
 
-        def called(apply: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        def call_in_turn(apply: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             if self._is_own(arguments["timestep"], arguments["c"]["transformer_options"]):
                 return around(apply, arguments)
             return apply(arguments["input"], arguments["timestep"], **arguments["c"])
 
-        return called
+        return call_in_turn
 
     def _is_own(self, sigma: Tensor, options: dict[str, Any]) -> bool:
         if "sample_sigmas" not in options:
@@ -172,7 +172,7 @@ class _ModelSwitch:
             )
         return self._of_step[_step(sigma, options["sample_sigmas"])] == OWN
 
-    def _passed_on(self, options: dict[str, Any], whole: Any, small: Any) -> dict[str, Any]:
+    def _merge_options(self, options: dict[str, Any], whole: Any, small: Any) -> dict[str, Any]:
         before = self._own.model_options.get("transformer_options", {})
         shape, other = ((len(unet.input_blocks), len(unet.output_blocks)) for unet in (whole, small))
         return merge_options(options, before, self._options["transformer_options"], shape == other)
