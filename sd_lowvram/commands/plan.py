@@ -65,13 +65,14 @@ def plan(
     ] = None,
     disk: Annotated[
         str | None,
-        typer.Option(help=f"Speed of the model's disk, from which weights beyond --ram are read: {', '.join(DISKS)} "
-                     "or MB/s; left out: as measured here, or nvme with --gpu.", metavar="NAME|MB/s"),
+        typer.Option(help=f"Speed of the disk with the model: {', '.join(DISKS)} or MB/s. Weights that do not fit into "
+                     "--ram are read from it in each step. Left out: as measured here, or nvme with --gpu.",
+                     metavar="NAME|MB/s"),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Plan for another GPU, such as rtx2070, or for its maker's figures, such as "
-                     "8GB,20TFLOPS,448GB/s: memory, fp32 arithmetic, bandwidth.", metavar="NAME|FIGURES"),
+        typer.Option(help="Plan for another GPU: its name, such as rtx2070, or its memory, fp32 speed and bandwidth, "
+                     "such as 8GB,20TFLOPS,448GB/s.", metavar="NAME|FIGURES"),
     ] = None,
     max_size: Annotated[
         bool, typer.Option("--max-size", help="Find the largest square and 16:9 pictures that fit.")
