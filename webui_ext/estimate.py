@@ -18,7 +18,7 @@ from typing import Any
 
 from sd_lowvram.errors import BudgetError, LowVRAMError
 from sd_lowvram.planning.search import Plan
-from sd_lowvram.planning.wording import BRIEFLY, Kind, Reason, of_kind
+from sd_lowvram.planning.wording import BRIEFLY, Kind, Reason, select_kinds
 from sd_lowvram.units import format_size
 
 from .arguments import NAME, TITLE
@@ -100,7 +100,7 @@ def sentence(make: Callable[[], Plan], size: str) -> Told:
         return complaint(f"{size}: {error}")
     predicted, steps, decides = plan.predicted, plan.request.steps, decision_in(plan)
     budget = format_size(plan.request.vram)
-    whole = not of_kind(plan.reasons, Kind.DECODE_ONLY)
+    whole = not select_kinds(plan.reasons, Kind.DECODE_ONLY)
     about = f"about {_time(predicted.seconds)} for "
     about += f"{steps} step{'s' if steps != 1 else ''}" if whole else "the decode"
     if decides and decides.values["over_budget"]:
@@ -128,21 +128,26 @@ def _share_text(part: str, whole: str) -> str:
 
 def decision_in(plan: Plan) -> Reason | None:
     """The reason of a plan for a host that decides itself what stays on the card; None for another."""
-    return next(iter(of_kind(plan.reasons, Kind.HOST_DECIDES)), None)
+    return next(iter(select_kinds(plan.reasons, Kind.HOST_DECIDES)), None)
 
 
 def _unusual_choices(plan: Plan) -> list[str]:
     """Sentences on the unusual choices of a plan. Its own reasons name budgets without the text encoders' share."""
-    settings, decided = plan.settings, of_kind(plan.reasons, Kind.HOST_DECIDES, Kind.HOST_FETCHES)[:1]
+    settings, decided = plan.settings, select_kinds(plan.reasons, Kind.HOST_DECIDES, Kind.HOST_FETCHES)[:1]
     briefly = {name: words.get(getattr(settings, name)) for name, words in BRIEFLY.items()}
     offload = briefly.pop("offload")  # the host's decision takes its place
     weights = decided or filter(None, [offload])
-    return [*weights, *of_kind(plan.reasons, Kind.DECODE_ONLY), *filter(None, briefly.values()), *tile_reasons(plan)]
+    return [
+        *weights,
+        *select_kinds(plan.reasons, Kind.DECODE_ONLY),
+        *filter(None, briefly.values()),
+        *tile_reasons(plan),
+    ]
 
 
 def tile_reasons(plan: Plan) -> list[Reason]:
     """Reason on another extension's Tiled VAE; empty if none is on."""
-    return of_kind(plan.reasons, Kind.TILES_UNUSED, Kind.TILES_DECODE)
+    return select_kinds(plan.reasons, Kind.TILES_UNUSED, Kind.TILES_DECODE)
 
 
 def complaint(text: str) -> Told:

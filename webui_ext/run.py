@@ -27,7 +27,7 @@ from sd_lowvram.planning.reasons import remedy
 from sd_lowvram.planning.replan import watch_sizes
 from sd_lowvram.planning.request import Request, request_for
 from sd_lowvram.planning.search import make_plan
-from sd_lowvram.planning.wording import Kind, of_kind
+from sd_lowvram.planning.wording import Kind, select_kinds
 from sd_lowvram.session import Attachment, anatomy_of, attach, detach
 from sd_lowvram.settings import Settings, knobs
 from sd_lowvram.units import format_least, format_size
@@ -303,8 +303,8 @@ def _run_line(plan: Plan, attachment: Attachment) -> str:
     peak = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
     size = f"{request.width}x{request.height}, batch {request.batch}"
     memory = f"budget {budget}" if decides else f"peak {peak} of {budget}"
-    moved = [decides] if decides else of_kind(plan.reasons, Kind.HOST_FETCHES)
-    notes = [*moved, *of_kind(plan.reasons, Kind.DECODE_ONLY), *tile_reasons(plan)]
+    moved = [decides] if decides else select_kinds(plan.reasons, Kind.HOST_FETCHES)
+    notes = [*moved, *select_kinds(plan.reasons, Kind.DECODE_ONLY), *tile_reasons(plan)]
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
     about = f"about {predicted.seconds:.0f} s"
     return "; ".join(filter(None, (f"{size}: {memory}, {about}", *notes, f"sites: {sites or 'none'}")))

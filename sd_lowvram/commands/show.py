@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..planning.wording import beside_peak
+from ..planning.wording import drop_peak
 from ..progress import listen
 from ..units import format_time
 
@@ -69,7 +69,7 @@ def show_plan(console: Console, plan: Any) -> None:
     chosen = ", ".join(f"{name} {'on' if value is True else value}" for name, value in decided_knobs(plan))
     about = f"about {format_time(plan.predicted.seconds)}"
     console.print(f"plan: {chosen or 'nothing changed'} ({plan.fidelity}), {about}", highlight=False)
-    for reason in beside_peak(plan.reasons):
+    for reason in drop_peak(plan.reasons):
         console.print(f"  {reason}", style="dim", highlight=False)
 
 

@@ -36,7 +36,7 @@ from ..tracing.tracer import Figures
 from ..units import MIB
 from .host_resident import HostMemory, HostResidentWeights, read_bytes
 from .options import Choice
-from .placements import Case, Placed, on_processor, placement_of
+from .placements import Case, Placed, placement_of, processor_only
 from .plan import Candidate, StagePlan
 from .request import Request
 from .stage_costs import StageCosts, Step, Weights
@@ -53,7 +53,7 @@ def _key(base: Settings, stage: Stage, choice: Choice) -> tuple[Any, ...]:
     return base, stage.name, stage.component, tuple(choice.items())
 
 
-def _with_stage(run: Candidate, number: int, stage: StagePlan) -> Candidate:
+def _replace_stage(run: Candidate, number: int, stage: StagePlan) -> Candidate:
     """``run`` with another price of one stage."""
     return dataclasses.replace(run, stages=(*run.stages[:number], stage, *run.stages[number + 1 :]))
 
@@ -101,7 +101,7 @@ class Pricing:
         self._traced_whole: set[tuple[Any, ...]] = set()
         self._memo: dict[tuple[Any, ...], Any] = {}
 
-    def _once(self, what: str, component: str, stage: str, settings: Any, count: Callable[[], _T]) -> _T:
+    def _memoised(self, what: str, component: str, stage: str, settings: Any, count: Callable[[], _T]) -> _T:
         """Result of ``count`` for a component and a stage, counted once for the settings that act there."""
         key = what, component, stage, settings
         if key not in self._memo:
@@ -121,7 +121,7 @@ class Pricing:
         knobs = {name: value for stage in ordered for name, value in stage.choice.items()}
         return Candidate(base.filled(**knobs), ordered, self.request.overhead_bytes, base)
 
-    def confirmed(self, run: Candidate, most_seconds: float = math.inf) -> Candidate:
+    def confirm(self, run: Candidate, most_seconds: float = math.inf) -> Candidate:
         """Return ``run`` with its streamed stages traced whole, and use these figures from now on.
 
         Only streamed weights need this: weights that stay, or move as a whole, are added up exactly. A stage that runs
@@ -144,15 +144,15 @@ class Pricing:
                 if not decides or not planned.activation_bytes:  # 0: it runs on the CPU
                     continue
                 try:
-                    traced = self._confirmed(stage, planned, run.settings, most_seconds - run.seconds)
+                    traced = self._confirm_stage(stage, planned, run.settings, most_seconds - run.seconds)
                 except TooManyCopiesError:
-                    return _with_stage(run, number, dataclasses.replace(planned, seconds=math.inf))
+                    return _replace_stage(run, number, dataclasses.replace(planned, seconds=math.inf))
                 self._known[key] = traced
                 self._traced_whole.add(key)
-            run = _with_stage(run, number, self._known[key])
+            run = _replace_stage(run, number, self._known[key])
         return run
 
-    def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings, beyond: float) -> StagePlan:
+    def _confirm_stage(self, stage: Stage, planned: StagePlan, settings: Settings, beyond: float) -> StagePlan:
         """Return ``planned`` with the figures of a whole trace.
 
         Raises:
@@ -198,10 +198,10 @@ class Pricing:
         """
         key = _key(base, stage, choice)
         if key not in self._known:
-            self._known[key] = self._priced(settings, stage, choice)
+            self._known[key] = self._price(settings, stage, choice)
         return self._known[key]
 
-    def priced(self, base: Settings) -> list[StagePlan]:
+    def priced_stages(self, base: Settings) -> list[StagePlan]:
         """All stages that were priced so far with ``base``."""
         return [stage for (placed, *_), stage in self._known.items() if placed == base]
 
@@ -224,18 +224,18 @@ class Pricing:
             unknown_bytes=None if self.anatomy.family.known or rehearsed else self.weights_bytes(settings),
         )
 
-    def _priced(self, settings: Settings, stage: Stage, choice: Choice) -> StagePlan:
+    def _price(self, settings: Settings, stage: Stage, choice: Choice) -> StagePlan:
         case = self._case(settings, stage)
         place = placement_of(case)
         placed, figures = place(case), case.figures
-        if place is on_processor:
-            return self._on_processor(case, placed, choice)
+        if place is processor_only:
+            return self._price_on_processor(case, placed, choice)
         recorded = self._is_recorded(case.acts, stage)
         parked = figures.host_peak_bytes
         held = HostResidentWeights(placed.waiting, placed.waiting)
         if placed.order:
             held = self.host.hold(settings, placed.waiting, parked)
-        locked, unlocked = self._locked(placed, held)
+        locked, unlocked = self._locked_bytes(placed, held)
         step = placed.step
         seconds, slowdown = stage_seconds(
             self._counts(settings, case, placed, held), self.request.rates, self.request.pace
@@ -246,9 +246,9 @@ class Pricing:
             peak_bytes=figures.activation_bytes + placed.weights_bytes + placed.widened,
             reserved_bytes=(figures.recorded_bytes if recorded else placed.reserved)
             + placed.widened
-            + self._of_pipeline(stage)
+            + self._held_bytes(stage)
             + self._buffers(placed.buffer, *placed.beside)
-            + self._of_recordings(case.acts, recorded),
+            + self._recording_bytes(case.acts, recorded),
             weights_bytes=placed.weights_bytes,
             activation_bytes=figures.activation_bytes,
             host_bytes=held.host_bytes + parked,
@@ -267,7 +267,7 @@ class Pricing:
             disk_wait=step.disk_wait * self.request.calls if step else 0.0,
         )
 
-    def _on_processor(self, case: Case, placed: Placed, choice: Choice) -> StagePlan:
+    def _price_on_processor(self, case: Case, placed: Placed, choice: Choice) -> StagePlan:
         """Price a stage in host memory, in fp32, on the CPU of a machine with a GPU."""
         figures = case.figures
         host_bytes = placed.waiting + figures.peak_bytes + figures.host_peak_bytes
@@ -324,12 +324,12 @@ class Pricing:
                 plain = self.costs(stage, without(acting, Act.FUSES))
                 figures = dataclasses.replace(figures, **{name: getattr(plain, name) for name in _WORK})
             if Act.HALVES_PRODUCTS in acts(acting):
-                figures = self._with_wide_products(stage, figures)
+                figures = self._widen_products(stage, figures)
             return figures
 
-        return self._once("figures", stage.component, stage.name, acting, count)
+        return self._memoised("figures", stage.component, stage.name, acting, count)
 
-    def _with_wide_products(self, stage: Stage, figures: Figures) -> Figures:
+    def _widen_products(self, stage: Stage, figures: Figures) -> Figures:
         overflows = products_that_overflow(self.anatomy.components[stage.component]) or (lambda path: False)
         longer = self.request.rates.half_flops / self.request.rates.float_flops
         spans = (
@@ -356,7 +356,7 @@ class Pricing:
         recorded = self._is_recorded(case.acts, stage)
         counts = Counts(
             calls=self._times(stage),
-            call_seconds=self._once(
+            call_seconds=self._memoised(
                 "call",
                 stage.component,
                 stage.name,
@@ -366,7 +366,7 @@ class Pricing:
             fetched_layers=len(layers_with_weights(model)) if fetches else 0,
             step=placed.step,
             recorded_operators=case.figures.operators if recorded else 0,
-            compiling_seconds=self._compiled(stage, settings)[1],
+            compiling_seconds=self._compile_gain(stage, settings)[1],
         )
         if not placed.order:
             return counts
@@ -396,14 +396,14 @@ class Pricing:
             if Act.SKIPS_LAYERS in case.acts:
                 paths, share = skipped_layers(self.anatomy, settings, self.request.steps)
                 work = dataclasses.replace(work, skipped=paths, skips=share)
-        return dataclasses.replace(work, gain=self._compiled(case.stage, settings)[0])
+        return dataclasses.replace(work, gain=self._compile_gain(case.stage, settings)[0])
 
     @functools.cached_property
     def compiling(self) -> Compiling | None:
         """Gain of torch.compile on the device, if it was measured."""
         return compiling_of(self.request.rates, self.request.device)
 
-    def _compiled(self, stage: Stage, settings: Settings) -> tuple[float, float]:
+    def _compile_gain(self, stage: Stage, settings: Settings) -> tuple[float, float]:
         """Speed-up of a stage by compiled blocks, and the seconds of compiling, divided by the number of runs that make
         all pictures.
         """
@@ -418,7 +418,7 @@ class Pricing:
     def _kinds(self) -> dict[str, frozenset[Any]]:
         return kinds_of(self.anatomy)
 
-    def _of_recordings(self, acting: frozenset[Act], recorded: bool) -> int:
+    def _recording_bytes(self, acting: frozenset[Act], recorded: bool) -> int:
         """Bytes that recorded passes reserve in addition to their maps.
 
         cuBLAS' workspace for the stream that records stays after the recordings are freed, and during other stages.
@@ -428,9 +428,9 @@ class Pricing:
             return self._pipeline_bytes + workspace
         return segment(workspace) if Act.RECORDS in acting else 0
 
-    def _of_pipeline(self, stage: Stage) -> int:
+    def _held_bytes(self, stage: Stage) -> int:
         """Bytes of segments that a pipeline holds during a stage."""
-        return self._pipeline_bytes + (self._scattered if stage.repeats or stage.name == "decode" else 0)
+        return self._pipeline_bytes + (self._rounding_waste if stage.repeats or stage.name == "decode" else 0)
 
     @functools.cached_property
     def _pipeline_bytes(self) -> int:
@@ -440,7 +440,7 @@ class Pricing:
         return -(-(4 * latents + MIB) // segment(latents)) * segment(latents) if self.on_gpu else 0
 
     @functools.cached_property
-    def _scattered(self) -> int:
+    def _rounding_waste(self) -> int:
         """Rounding waste: each ControlNet or adapter residual stays from step to step and may pin a
         segment of its own.
         """
@@ -455,7 +455,7 @@ class Pricing:
         """Bytes that the device reserves for weight buffers of these sizes."""
         return sum(map(segment, sizes)) if self.on_gpu else sum(sizes)
 
-    def _locked(self, placed: Placed, held: HostResidentWeights) -> tuple[int, int]:
+    def _locked_bytes(self, placed: Placed, held: HostResidentWeights) -> tuple[int, int]:
         """Bytes of waiting weights that are page-locked, and of those that are not; on a GPU, for copies of ours."""
         if not placed.order or not placed.locks or not self.on_gpu:
             return 0, 0
@@ -475,7 +475,7 @@ class Pricing:
         locked.host = self.host.all_locked()
         slower, faster = (
             sum(
-                pricing._priced(run.settings, stage, planned.choice).seconds
+                pricing._price(run.settings, stage, planned.choice).seconds
                 for stage, planned in zip(self.costs.stages, run.stages, strict=True)
             )
             for pricing in (self, locked)
@@ -496,10 +496,10 @@ class Pricing:
             streams = Act.STREAMS_WEIGHTS in self._acts(settings)
             return traced if streams else without(traced, Act.PLACES_WEIGHTS)
 
-        return self._once("traced", stage.component, stage.name, settings, count)
+        return self._memoised("traced", stage.component, stage.name, settings, count)
 
     def _acts(self, settings: Settings) -> frozenset[Act]:
-        return self._once("acts", "", "", settings, lambda: acts(settings))
+        return self._memoised("acts", "", "", settings, lambda: acts(settings))
 
     def _acting(self, stage: Stage, settings: Settings) -> Settings:
         """The knobs of ``settings`` that act in ``stage`` with all weights on the device."""
@@ -507,16 +507,16 @@ class Pricing:
         def count() -> Settings:
             return without(settings, Act.PLACES_WEIGHTS).of_stage(stage.name)
 
-        return self._once("acting", stage.component, stage.name, settings, count)
+        return self._memoised("acting", stage.component, stage.name, settings, count)
 
     def _weights(self, component: str, settings: Settings) -> Weights:
         placed = (Act.CONVERTS_WEIGHTS, Act.PLACES_WEIGHTS)
-        stored = self._once("stored", "", "", settings, lambda: only(settings, *placed))
-        return self._once("weights", component, "", stored, lambda: self.costs.weights(component, stored))
+        stored = self._memoised("stored", "", "", settings, lambda: only(settings, *placed))
+        return self._memoised("weights", component, "", stored, lambda: self.costs.weights(component, stored))
 
     def _arithmetic(self, component: str, settings: Settings) -> Arithmetic:
-        types = self._once("types", "", "", settings, lambda: only(settings, Act.CONVERTS_WEIGHTS))
-        return self._once("arithmetic", component, "", types, lambda: arithmetic(self.anatomy, component, types))
+        types = self._memoised("types", "", "", settings, lambda: only(settings, Act.CONVERTS_WEIGHTS))
+        return self._memoised("arithmetic", component, "", types, lambda: arithmetic(self.anatomy, component, types))
 
     def _computed_bytes(self, component: str, settings: Settings) -> int:
         """Bytes of an element in a component's matrix products."""
@@ -541,7 +541,9 @@ class Pricing:
             return dataclasses.replace(timing, maps=tuple(span.held_bytes for span in figures.spans) if alone else ())
 
         acting = self._acting(stage, settings)
-        return self._once("timing", stage.component, stage.name, (acting, held.pinned_bytes, held.cached_bytes), count)
+        return self._memoised(
+            "timing", stage.component, stage.name, (acting, held.pinned_bytes, held.cached_bytes), count
+        )
 
     def step(self, stage: Stage, settings: Settings) -> Step:
         """Return the cost of one denoising step with streamed weights."""

@@ -25,7 +25,7 @@ from ..memory.pinned_buffers import PINNED_BUFFERS
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .fallback_steps import AS_BEFORE, ladder, without_closed
+from .fallback_steps import AS_BEFORE, drop_closed, ladder
 from .plan import FallbackStep, Plan
 from .request import Request
 from .wording import Kind, Reason, shortage_text
@@ -70,10 +70,12 @@ def fallback(anatomy: Anatomy, go_leaner: Callable[[Shortage], object]) -> Itera
     """
     for name, component in anatomy.components.items():
         for entry in anatomy.entries[name]:
-            yield wrap(component, entry, functools.partial(_called, component, entry, name, go_leaner), "fallback")
+            yield wrap(
+                component, entry, functools.partial(_call_with_fallback, component, entry, name, go_leaner), "fallback"
+            )
 
 
-def _called(
+def _call_with_fallback(
     component: nn.Module,
     entry: str,
     name: str,
@@ -109,22 +111,22 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
     Raises:
         BudgetError: no plan with less memory fits.
     """
-    device, needed = plan.request.device, _needed(plan, short)
+    device, needed = plan.request.device, _needed_bytes(plan, short)
     _give_up_cached(device)
-    case: dict[str, Any] = {"where": short.where, "of_host": _of_host(plan, short)}
+    case: dict[str, Any] = {"where": short.where, "of_host": _is_host_short(plan, short)}
     case |= {"device": str(device), "needed_bytes": needed}
     if not plan.fallback_steps and _has_room(plan, short):
         return plan.after((FallbackStep(AS_BEFORE, Reason(Kind.RAN_AGAIN, **case)),))
     request = _less(plan, short)
     refused = BudgetError("the ways that are left take no less", needed_bytes=needed, stage=short.where)
     first: tuple[str, Plan] | None = None
-    for name, held in ladder(plan.settings, fixed, _of_host(plan, short)):
+    for name, held in ladder(plan.settings, fixed, _is_host_short(plan, short)):
         try:
             candidate = make(request, held)
         except BudgetError as error:
             refused = error
             continue
-        if _needed(candidate, short) >= needed:  # in a host that moves weights, other weights are counted
+        if _needed_bytes(candidate, short) >= needed:  # in a host that moves weights, other weights are counted
             continue
         if _holds_less(candidate, plan, short):
             return _below(plan, name, candidate, case, short)
@@ -142,10 +144,10 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
 
 def _below(plan: Plan, name: str, candidate: Plan, case: dict[str, Any], short: Shortage) -> Plan:
     """``candidate`` on the step ``name`` below ``plan``; ``case``: where memory ran out."""
-    reason = Reason(Kind.RAN_LEANER, **case, leaner_bytes=_needed(candidate, short), step=name)
+    reason = Reason(Kind.RAN_LEANER, **case, leaner_bytes=_needed_bytes(candidate, short), step=name)
     candidate = dataclasses.replace(
         candidate,
-        settings=without_closed(candidate.settings, plan.settings),
+        settings=drop_closed(candidate.settings, plan.settings),
         minimum_peak_bytes=min(plan.minimum_peak_bytes, candidate.minimum_peak_bytes),
         minimum_vram_bytes=min(plan.minimum_vram_bytes, candidate.minimum_vram_bytes),
         minimum_ram_bytes=min(plan.minimum_ram_bytes, candidate.minimum_ram_bytes),
@@ -153,7 +155,7 @@ def _below(plan: Plan, name: str, candidate: Plan, case: dict[str, Any], short: 
     return candidate.after((*plan.fallback_steps, FallbackStep(name, reason)))
 
 
-def _of_host(plan: Plan, short: Shortage) -> bool:
+def _is_host_short(plan: Plan, short: Shortage) -> bool:
     """True if host bytes must shrink; if a CPU computes, device bytes must."""
     return short.of_host and plan.request.device.type != "cpu"
 
@@ -166,7 +168,7 @@ def _give_up_cached(device: torch.device) -> None:
         free_pinned()  # pinned memory that torch caches
 
 
-def _there(plan: Plan) -> int | float:
+def _device_bytes(plan: Plan) -> int | float:
     """Bytes of the device for everything that runs by ``plan``, as far as they are known."""
     device = plan.request.device
     if device.type != "cuda":
@@ -175,24 +177,24 @@ def _there(plan: Plan) -> int | float:
 
 
 def _has_room(plan: Plan, short: Shortage) -> bool:
-    return _of_host(plan, short) or _there(plan) >= _needed(plan, short)
+    return _is_host_short(plan, short) or _device_bytes(plan) >= _needed_bytes(plan, short)
 
 
 def _less(plan: Plan, short: Shortage) -> Request:
     """The request for less than ``plan`` takes where memory ran out, and for no more than there is."""
-    if _of_host(plan, short):
+    if _is_host_short(plan, short):
         least = max(stage.least_host_bytes for stage in plan.stages)
         ram = least if least < plan.predicted.host_bytes else least - 1  # first without the RAM that only saves time
         return dataclasses.replace(plan.request, ram=max(1, ram))
-    vram = min(_needed(plan, short) - 1, _there(plan))
+    vram = min(_needed_bytes(plan, short) - 1, _device_bytes(plan))
     return dataclasses.replace(plan.request, vram=max(1, int(vram)))
 
 
-def _needed(plan: Plan, short: Shortage) -> int:
+def _needed_bytes(plan: Plan, short: Shortage) -> int:
     """Bytes that ``plan`` needs of the memory that is short, in the stages of the component that ran out."""
-    if _of_host(plan, short):
+    if _is_host_short(plan, short):
         return plan.predicted.host_bytes
-    below = max(stage.reserved_bytes for stage in plan.stages) - max(_of_stages(plan, short, "reserved_bytes"))
+    below = max(stage.reserved_bytes for stage in plan.stages) - max(_stage_values(plan, short, "reserved_bytes"))
     return plan.predicted.reserved_bytes + plan.predicted.overhead_bytes - below
 
 
@@ -202,10 +204,10 @@ def _holds_less(candidate: Plan, plan: Plan, short: Shortage) -> bool:
     On a CPU, host and device are one memory: prefer plans that lower the sum."""
     if plan.request.device.type != "cpu":
         return True
-    return max(_of_stages(candidate, short, "held_bytes")) < max(_of_stages(plan, short, "held_bytes"))
+    return max(_stage_values(candidate, short, "held_bytes")) < max(_stage_values(plan, short, "held_bytes"))
 
 
-def _of_stages(plan: Plan, short: Shortage, name: str) -> list[int]:
+def _stage_values(plan: Plan, short: Shortage, name: str) -> list[int]:
     """The attribute ``name`` of the stages of the component that ran out of memory; of all where it is none."""
     own = [stage for stage in plan.stages if stage.component == short.where]
     return [getattr(stage, name) for stage in own or plan.stages]

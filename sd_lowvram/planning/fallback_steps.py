@@ -45,7 +45,7 @@ def ladder(chosen: Settings, fixed: Settings, of_host: bool) -> Iterator[tuple[s
         yield step, held
 
 
-def without_closed(settings: Settings, before: Settings) -> Settings:
+def drop_closed(settings: Settings, before: Settings) -> Settings:
     """Drop knobs that were pinned only to freeze the search and still hold their default.
 
     Args:

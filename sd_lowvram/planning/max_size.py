@@ -48,7 +48,7 @@ def largest_plans(
     first = PlanSearch(anatomy, request, settings, approximate)
     report = functools.partial(_report, itertools.count())
 
-    def searched(width: int, height: int) -> PlanSearch:
+    def make_search(width: int, height: int) -> PlanSearch:
         report()
         sized = dataclasses.replace(request, width=width, height=height)
         return PlanSearch(anatomy, sized, settings, approximate, like=first)
@@ -57,7 +57,7 @@ def largest_plans(
     area = _GUESS * _GUESS
     for name, (width, height) in RATIOS.items():
         unit = scale_factor(anatomy) * anatomy.family.latent_multiple
-        plan = plans[name] = _largest(searched, width * unit, height * unit, area)
+        plan = plans[name] = _largest(make_search, width * unit, height * unit, area)
         area = plan.request.width * plan.request.height if plan else area
     _report(itertools.repeat(_TRIALS))
     return plans

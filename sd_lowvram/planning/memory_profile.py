@@ -159,7 +159,7 @@ def measured(target: Any, anatomy: Anatomy | None = None, device: torch.device |
                 stack.callback(set_patch(wrap(component, entry, around, "measured")))
         with watch.watching():
             yield run
-        run.stages = tuple(_joined(watch.stages()))
+        run.stages = tuple(_join_calls(watch.stages()))
 
 
 def _device_of(target: Any, anatomy: Anatomy) -> torch.device:
@@ -185,7 +185,7 @@ def _enter(
     return original(*args, **kw)
 
 
-def _joined(stages: Iterator[MeasuredStage]) -> Iterator[MeasuredStage]:
+def _join_calls(stages: Iterator[MeasuredStage]) -> Iterator[MeasuredStage]:
     """Neighbours that are calls of one stage (the texts of guidance) as one, steps apart."""
     last: MeasuredStage | None = None
     for stage in stages:
@@ -297,10 +297,10 @@ class _OnCpu:
                 live += changes[place][1]
                 samples.append((max(0.0, (changes[place][0] - start) / 1e9), live))
                 place += 1
-            yield MeasuredStage(name, component, (end - start) / 1e9, max(b for _, b in samples), _thinned(samples))
+            yield MeasuredStage(name, component, (end - start) / 1e9, max(b for _, b in samples), _thin(samples))
 
 
-def _thinned(samples: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
+def _thin(samples: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
     """Samples for a plot, each the highest of a group."""
     size = -(-len(samples) // _POINTS)
     return tuple(max(samples[at : at + size], key=lambda point: point[1]) for at in range(0, len(samples), size))

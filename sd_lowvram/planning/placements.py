@@ -53,7 +53,7 @@ class Case:
         return self.stage.component
 
     @property
-    def others(self) -> dict[str, int]:
+    def other_bytes(self) -> dict[str, int]:
         """Bytes of the other components that are not on the processor."""
         return {name: size for name, size in self.weights.items() if name not in (self.component, self.away)}
 
@@ -109,11 +109,11 @@ Placement = Callable[[Case], Placed]
 def placement_of(case: Case) -> Placement:
     """Return the placement of a stage's weights."""
     if case.away == case.component:
-        return on_processor
+        return processor_only
     if case.anatomy.moved:
         return moved_by_host
     if Act.STREAMS_WEIGHTS in case.acts:
-        return streamed
+        return stream_weights
     return whole_models if Act.MOVES_MODELS in case.acts else resident
 
 
@@ -129,7 +129,7 @@ def resident(case: Case) -> Placed:
         buffer=size,
         largest=case.own.largest_bytes,
         reserved=case.figures.repeated_bytes,
-        beside=tuple(case.others.values()),
+        beside=tuple(case.other_bytes.values()),
         waiting=case.weights[case.away] if case.away else 0,
         widened=max(0, both - case.figures.activation_bytes),
     )
@@ -160,10 +160,10 @@ def moved_by_host(case: Case) -> Placed:
     return dataclasses.replace(whole_models(case), largest=case.own.largest_bytes, copied=False, locks=False)
 
 
-def streamed(case: Case) -> Placed:
+def stream_weights(case: Case) -> Placed:
     """Weights pass through a buffer on the device while their stage computes; all of them wait in host memory."""
     step = case.step() if case.stage.repeats else None
-    size = step.beside(case.figures.activation_bytes) if step else _capacity(case)
+    size = step.added_bytes(case.figures.activation_bytes) if step else _capacity(case)
     groups = step_groups(case.anatomy, case.anatomy.components)
     return Placed(
         here=size,
@@ -186,8 +186,8 @@ def _capacity(case: Case) -> int:
     return case.own.room_bytes if policy.kind == "layer" else case.on_device
 
 
-def on_processor(case: Case) -> Placed:
+def processor_only(case: Case) -> Placed:
     """The stage runs on the processor next to a GPU, with its weights and maps in host memory."""
-    others = case.others
+    others = case.other_bytes
     beside = () if Act.PARKS_WEIGHTS in case.acts else tuple(others.values())
     return Placed(0, 0, 0, 0, beside, sum(others.values()) - sum(beside), locks=False)

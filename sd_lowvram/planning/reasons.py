@@ -19,7 +19,7 @@ from ..units import LONG, format_least, format_size
 from .cost_model import About
 from .plan import Candidate, StagePlan
 from .request import Request
-from .wording import Kind, Reason, described
+from .wording import Kind, Reason, describe_choice
 
 _PUBLISHED_FIRST = ("rtx2060", "rtx2070", "rtx2080", "rtx2080-ti")
 """The GPU on which first pictures of other programs were published, and those of its generation."""
@@ -71,7 +71,7 @@ def remedy(by_size: bool) -> str:
     return "Give that much" + (", or a smaller picture" if by_size else "")
 
 
-def too_large(limit: int, stage: StagePlan) -> BudgetError:
+def allocation_error(limit: int, stage: StagePlan) -> BudgetError:
     """The error that no settings keep every allocation within ``limit``, with the smallest limit that works.
 
     Args:
@@ -89,7 +89,7 @@ def too_large(limit: int, stage: StagePlan) -> BudgetError:
     )
 
 
-def why_not(stage: StagePlan, others: list[StagePlan], request: Request, largest: float) -> str:
+def rejection_reason(stage: StagePlan, others: list[StagePlan], request: Request, largest: float) -> str:
     """Return the reason why the smallest of the faster ways to run a stage was rejected.
 
     Args:
@@ -105,7 +105,7 @@ def why_not(stage: StagePlan, others: list[StagePlan], request: Request, largest
     if not faster:
         return ""
     nearest = min(faster, key=lambda one: one.reserved_bytes)
-    name, needed = described(nearest.choice), nearest.reserved_bytes + request.overhead_bytes
+    name, needed = describe_choice(nearest.choice), nearest.reserved_bytes + request.overhead_bytes
     if nearest.largest_bytes > largest:
         return f"{name} makes a single allocation of {format_size(nearest.largest_bytes)}"
     if needed > request.vram:
@@ -125,12 +125,12 @@ def reasons(request: Request, best: Candidate, following: Candidate | None, abou
         about: facts on ``best``.
     """
     yield Reason(Kind.PEAK, **_budget(request, best), stage=best.worst.name)
-    yield from _on_weights(request, best, about)
-    yield from _on_speed(request, best, about)
+    yield from _weight_reasons(request, best, about)
+    yield from _speed_reasons(request, best, about)
     if request.device.type != "cpu":
         known = request.pace.first_seconds if request.rates.name in _PUBLISHED_FIRST else None
         yield Reason(Kind.FIRST_PICTURE, more_seconds=known)
-    yield from _on_limit(request)
+    yield from _limit_reason(request)
     if best.seconds >= LONG:
         longest = max(best.stages, key=lambda stage: stage.seconds)
         share = round(100 * longest.seconds / best.seconds)
@@ -140,10 +140,10 @@ def reasons(request: Request, best: Candidate, following: Candidate | None, abou
         faster = {"needed_bytes": following.needed_bytes, "faster_seconds": following.seconds}
         yield Reason(Kind.MORE_MEMORY, **faster, seconds=best.seconds)
     if about.unknown_bytes is not None:
-        yield not_planned(about.unknown_bytes, best.settings)
+        yield unplanned_reason(about.unknown_bytes, best.settings)
 
 
-def _on_limit(request: Request) -> Iterator[Reason]:
+def _limit_reason(request: Request) -> Iterator[Reason]:
     """The reason why reserved bytes may exceed the budget, where torch's limit does not count them."""
     ours = request.device.type == "cuda" and request.rates.name == THIS and request.pace is OURS
     if ours and torch.cuda.is_available() and not limits_reserved():
@@ -154,7 +154,7 @@ def _budget(request: Request, best: Candidate) -> dict[str, int]:
     return {"needed_bytes": best.needed_bytes, "vram": request.vram}
 
 
-def _on_weights(request: Request, best: Candidate, about: About) -> Iterator[Reason]:
+def _weight_reasons(request: Request, best: Candidate, about: About) -> Iterator[Reason]:
     """Reasons on the places of the weights, and of the maps of a decode."""
     acting = acts(best.settings)
     slower = next((stage for stage in best.stages if stage.slowdown != 1.0), None)
@@ -167,14 +167,14 @@ def _on_weights(request: Request, best: Candidate, about: About) -> Iterator[Rea
     if best.locked_bytes:
         waiting = {"locked_bytes": best.locked_bytes, "unlocked_bytes": best.unlocked_bytes}
         yield Reason(Kind.PAGE_LOCKED, **waiting, seconds=about.unlocked_seconds)
-    yield from (_from_disk(request, stage, about.disk) for stage in best.stages if stage.disk_bytes)
+    yield from (_disk_reason(request, stage, about.disk) for stage in best.stages if stage.disk_bytes)
     if Act.MAKES_STRIPS in acting:
         yield Reason(Kind.EXACT_STRIPS, vae_map=best.settings.vae_map)  # a causal autoencoder has no such map
     if any(Act.ON_PROCESSOR in acts(Settings(**stage.choice)) for stage in best.stages):
         yield Reason(Kind.DECODER_ON_CPU)
 
 
-def _on_speed(request: Request, best: Candidate, about: About) -> Iterator[Reason]:
+def _speed_reasons(request: Request, best: Candidate, about: About) -> Iterator[Reason]:
     """Reasons on settings that are taken because they are faster, and on figures that are unknown."""
     chosen, acting, budget = best.settings, acts(best.settings), _budget(request, best)
     named, measured = request.rates.name != THIS, request.rates.name in MEASURED_GAINS
@@ -194,12 +194,12 @@ def _on_speed(request: Request, best: Candidate, about: About) -> Iterator[Reaso
         yield Reason(Kind.ATTENTION_UNKNOWN)
 
 
-def not_planned(weights_bytes: int, settings: Settings) -> Reason:
+def unplanned_reason(weights_bytes: int, settings: Settings) -> Reason:
     """The reason on models whose call signature is unknown: only weights are counted."""
     return Reason(Kind.NOT_PLANNED, weights_bytes=weights_bytes, offload=settings.offload or "")
 
 
-def _from_disk(request: Request, stage: StagePlan, disk: float) -> Reason:
+def _disk_reason(request: Request, stage: StagePlan, disk: float) -> Reason:
     """The reason on the wait for the disk in a step, and the memory that would avoid it."""
     read = {"ram": request.ram, "disk": disk, "disk_bytes": stage.disk_bytes, "calls": request.calls}
     return Reason(Kind.FROM_DISK, **read, step_seconds=stage.seconds / request.steps, wait_seconds=stage.disk_wait)

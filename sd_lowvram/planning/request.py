@@ -150,31 +150,31 @@ def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
     if unknown := options.keys() - RunOptions.__annotations__.keys():
         raise TypeError(f"a run has no {', '.join(sorted(unknown))}")
 
-    def stated(name: str, otherwise: Callable[[], Any]) -> Any:
+    def option(name: str, otherwise: Callable[[], Any]) -> Any:
         value = options.get(name)
         return otherwise() if value is None else value
 
     made = anatomy.rehearsal.size if anatomy.rehearsal is not None else None
-    width = stated("width", lambda: made[1] if made else native_size(anatomy))
-    height = stated("height", lambda: made[0] if made else native_size(anatomy))
+    width = option("width", lambda: made[1] if made else native_size(anatomy))
+    height = option("height", lambda: made[0] if made else native_size(anatomy))
     batch, pictures, steps = options.get("batch", 1), options.get("pictures", 1), options.get("steps", DEFAULT_STEPS)
     rehearsal = anatomy.rehearsal  # it was refused by the pipeline itself, if the size is none of its
     check_size(width, height, batch, 1 if rehearsal else scale_factor(anatomy) * anatomy.family.latent_multiple)
     check_count("steps", steps)
     check_count("pictures", pictures)
-    where = torch.device(stated("device", default_device))
+    where = torch.device(option("device", default_device))
     unlock_ended()  # pages of models that no longer exist count as free
     return Request(
         width=width,
         height=height,
         batch=batch,
-        vram=stated("vram", lambda: budget_of(where, free_vram(where) + _held(anatomy, where))),
-        ram=stated("ram", lambda: available_ram() + _held(anatomy, torch.device("cpu"))),
+        vram=option("vram", lambda: budget_of(where, free_vram(where) + _resident_bytes(anatomy, where))),
+        ram=option("ram", lambda: available_ram() + _resident_bytes(anatomy, torch.device("cpu"))),
         device=where,
-        rates=stated("rates", lambda: rates_of(where)),
+        rates=option("rates", lambda: rates_of(where)),
         steps=steps,
-        passes=stated("passes", lambda: anatomy.passes),
-        encodes=stated("encodes", lambda: anatomy.encodes),
+        passes=option("passes", lambda: anatomy.passes),
+        encodes=option("encodes", lambda: anatomy.encodes),
         pictures=max(pictures, batch),
         calls=anatomy.calls,
         rehearsal=rehearsal,
@@ -212,7 +212,7 @@ def check_count(name: str, count: int) -> None:
         raise BadInputError(f"{name} {count!r} must be a whole number of at least 1")
 
 
-def _held(anatomy: Anatomy, device: torch.device) -> int:
+def _resident_bytes(anatomy: Anatomy, device: torch.device) -> int:
     """Bytes of weights that lie in the memory of ``device`` already: a plan counts them too, so they are free to it."""
     components = anatomy.components.values()
     here = [tensor for tensor in all_tensors(*components) if tensor.device.type == device.type]

@@ -35,7 +35,7 @@ from ..units import MIB
 from .cost_model import Pricing
 from .options import Choice, Group, WeightPlacement, groups, weight_ways
 from .plan import Candidate, Plan, StagePlan
-from .reasons import budget_error, reasons, too_large, why_not
+from .reasons import allocation_error, budget_error, reasons, rejection_reason
 from .request import DEFAULT_STEPS, Budget, Request
 
 __all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "make_plan"]
@@ -82,7 +82,7 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
         request=request,
         fits=True,
         predicted=best.predicted,
-        stages=tuple(search.explained(best)),
+        stages=tuple(search.explain_stages(best)),
         minimum_peak_bytes=smallest.peak_bytes,
         minimum_vram_bytes=smallest.needed_bytes,
         minimum_ram_bytes=smallest.least_host_bytes,
@@ -103,7 +103,7 @@ def _best_and_smallest(search: PlanSearch, least: bool) -> tuple[Candidate, Cand
     best = search.fastest()
     smallest = search.smallest() if least or best is None else best
     if smallest is None:
-        raise search.too_large()
+        raise search.allocation_error()
     if best is None:
         smallest = search.smallest_as_traced_whole() or smallest
         best = search.leanest() if search.vram.holds(smallest.needed_bytes) else None
@@ -173,7 +173,7 @@ class PlanSearch:
             if not self._fits(run):
                 self._rejected.append(run)
                 continue
-            whole = self.pricing.confirmed(run, math.inf if best is None else best.seconds)
+            whole = self.pricing.confirm(run, math.inf if best is None else best.seconds)
             if not self._fits(whole):
                 self._beyond_as_whole.append(whole)
             elif best is None or whole.seconds < best.seconds:
@@ -184,9 +184,9 @@ class PlanSearch:
         """Yield ``best`` with a late offer, if a run that does not fit would be much faster than ``best``."""
         rejected = [*self._rejected, *self._beyond_as_whole]
         if any(run.seconds < _WORTH_MORE_TRACES * best.seconds for run in rejected):
-            yield from filter(None, [self._instead(offer, best)])
+            yield from filter(None, [self._apply_late(offer, best)])
 
-    def _instead(self, offer: Offer, run: Candidate) -> Candidate | None:
+    def _apply_late(self, offer: Offer, run: Candidate) -> Candidate | None:
         """Return ``run`` with the knobs of a late offer in the stages that the offer changes.
 
         Return None if ``run`` has not reached the offer's level, or if the knobs change nothing or exclude others.
@@ -204,7 +204,7 @@ class PlanSearch:
 
         If the weights alone do not fit, no further run is yielded.
         """
-        left = [self._from_the_fastest(base, group) for group in self._groups]
+        left = [self._fastest_first(base, group) for group in self._groups]
         chosen = [choice for choices in left if (choice := next(choices, None)) is not None]
         while len(chosen) == len(left):
             yield (run := self.pricing.whole(base, self._options(base, chosen)))
@@ -217,7 +217,7 @@ class PlanSearch:
             except StopIteration:
                 return
 
-    def _from_the_fastest(self, base: Settings, group: Group) -> Iterator[Choice]:
+    def _fastest_first(self, base: Settings, group: Group) -> Iterator[Choice]:
         """Yield the ways to run ``group``, from the fastest on. All ways of a tier are priced when the first of them is
         needed.
         """
@@ -249,7 +249,7 @@ class PlanSearch:
 
         A budget of its size is enough for a plan.
         """
-        return self._settled(self.smallest)
+        return self._settle(self.smallest)
 
     def recomputes(self, run: Candidate) -> bool:
         """Return True if a stage that runs once has the highest peak, or nearly so.
@@ -266,24 +266,24 @@ class PlanSearch:
         """
         least_rooms = {self._ways[placement]: placement for placement in reversed(self._placements)}
         for bases in (least_rooms.values(), self._fewest):
-            run = self._settled(functools.partial(self._least, bases, "host_bytes", self._held))
+            run = self._settle(functools.partial(self._least, bases, "host_bytes", self._fits_device))
             if run is not None:
                 return run
         return None
 
-    def _settled(self, find: Callable[[], Candidate | None]) -> Candidate | None:
+    def _settle(self, find: Callable[[], Candidate | None]) -> Candidate | None:
         """Trace the result of a search whole and search again, until the result stays the same."""
         run, priced = find(), None
         while run is not None and run != priced:
-            self.pricing.confirmed(run)
+            self.pricing.confirm(run)
             run, priced = find(), run
         return run
 
-    def too_large(self) -> BudgetError:
+    def allocation_error(self) -> BudgetError:
         """Return the error for a limit on single allocations that no settings meet."""
         run = self._least(self._placements, "largest_bytes", lambda _: True)
         assert run is not None
-        return too_large(int(self.largest), max(run.stages, key=lambda stage: stage.largest_bytes))
+        return allocation_error(int(self.largest), max(run.stages, key=lambda stage: stage.largest_bytes))
 
     def _least(
         self,
@@ -334,7 +334,7 @@ class PlanSearch:
                 continue
             try:
                 self.pricing.weights_bytes(base)
-                placements |= dict.fromkeys(self._with_sizes(base, way.mib_knob), way)
+                placements |= dict.fromkeys(self._buffer_sizes(base, way.mib_knob), way)
             except PlanningError:
                 raise
             except LowVRAMError as error:
@@ -347,17 +347,17 @@ class PlanSearch:
     def _variants(self) -> list[Settings]:
         """The placements again, each combined with every offer for whole runs."""
         wholes = select_kind(self._offers, OfferKind.WHOLE)
-        bases = (self._with_whole(offer, base) for offer in wholes for base in self._ways)
+        bases = (self._combine(offer, base) for offer in wholes for base in self._ways)
         return list(dict.fromkeys(base for base in bases if base is not None))
 
-    def _with_whole(self, offer: Offer, base: Settings) -> Settings | None:
+    def _combine(self, offer: Offer, base: Settings) -> Settings | None:
         """Combine a placement with an offer for whole runs; return None if they exclude each other."""
         way = self._ways[base]
         room = {way.mib_knob: getattr(base, way.mib_knob)} if way.mib_knob else {}
         whole = self._fixed.filled(**offer.knobs).filled(**way.knobs).filled(**room)
         return add_offers(whole, select_kind(self._offers, OfferKind.ALWAYS)) if conflict(whole) is None else None
 
-    def _with_sizes(self, base: Settings, mib_knob: str) -> list[Settings]:
+    def _buffer_sizes(self, base: Settings, mib_knob: str) -> list[Settings]:
         """Return ``base`` with each buffer size for streamed weights that is tried. Sizes do not depend on the budget.
 
         Args:
@@ -385,9 +385,9 @@ class PlanSearch:
         return [self._option(base, *each) for each in zip(self._groups, chosen, strict=True)]
 
     def _fits(self, run: Candidate) -> bool:
-        return self._held(run) and self.ram.holds(run.host_bytes)
+        return self._fits_device(run) and self.ram.holds(run.host_bytes)
 
-    def _held(self, run: Candidate) -> bool:
+    def _fits_device(self, run: Candidate) -> bool:
         """True if the run fits on the device."""
         return self.vram.holds(run.needed_bytes) and self._small(run)
 
@@ -396,16 +396,16 @@ class PlanSearch:
 
     # Parts of the plan
 
-    def explained(self, best: Candidate) -> Iterator[StagePlan]:
+    def explain_stages(self, best: Candidate) -> Iterator[StagePlan]:
         """Yield the stages of ``best``, each with the reason why it is not faster."""
-        priced = self.pricing.priced(best.base)
+        priced = self.pricing.priced_stages(best.base)
         for stage in best.stages:
             others = [
                 other_stage
                 for other_stage in priced
                 if (other_stage.name, other_stage.component) == (stage.name, stage.component)
             ]
-            yield dataclasses.replace(stage, why=why_not(stage, others, self.request, self.largest))
+            yield dataclasses.replace(stage, why=rejection_reason(stage, others, self.request, self.largest))
 
 
 def _choice(run: Candidate, group: Group) -> Choice:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..knob import Fidelity
 from ..units import LONG, format_share, format_size, format_time
-from .wording import Kind, Reason, beside_peak, described
+from .wording import Kind, Reason, describe_choice, drop_peak
 
 HEADS = ("stage", "allocated", "weights", "RAM", "time")
 
@@ -68,7 +68,9 @@ def choices(plan: dict[str, Any]) -> Iterator[str]:
     """Sentences on how each stage runs and why it is not faster; then on the whole run."""
     for stage in plan["stages"]:
         if stage["choice"] or stage["why"]:
-            yield f"{_label(stage)}: {described(stage['choice'])}" + (f" ({stage['why']})" if stage["why"] else "")
+            yield f"{_label(stage)}: {describe_choice(stage['choice'])}" + (
+                f" ({stage['why']})" if stage["why"] else ""
+            )
     settings = plan["settings"].items()
     decided = [f"{name} {_word(value)}" for name, value in settings if value not in (None, False, "off", "none")]
     yield f"settings: {', '.join(decided) or 'nothing changed'}"
@@ -82,7 +84,7 @@ def reasons(plan: dict[str, Any]) -> list[Reason]:
     """Reasons of the plan in addition to its verdict, which has the peak, and the smallest budget."""
     listed = [Reason(entry["kind"], **entry["values"]) for entry in plan["reason_values"]]
     least = {"least_vram": plan["minimum_vram_bytes"], "least_ram": plan["minimum_ram_bytes"]}
-    return [*beside_peak(listed), Reason(Kind.SMALLEST, **least)]
+    return [*drop_peak(listed), Reason(Kind.SMALLEST, **least)]
 
 
 def text(plan: dict[str, Any]) -> str:

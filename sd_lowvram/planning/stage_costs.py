@@ -100,7 +100,7 @@ class Step:
     disk_bytes: int = 0
     disk_wait: float = 0.0
 
-    def beside(self, activation_bytes: int) -> int:
+    def added_bytes(self, activation_bytes: int) -> int:
         """Bytes that weights add to a peak of ``activation_bytes``."""
         return max(0, self.peak_bytes - activation_bytes) if self.peak_bytes else self.device_bytes
 
@@ -153,7 +153,7 @@ class StageCosts:
         Raises:
             ConflictError: the weights would wait in host memory, and cannot.
         """
-        stored, policy = self._stored(name, settings), single_layers(settings)
+        stored, policy = self._storage_knobs(name, settings), single_layers(settings)
         waits = Act.PARKS_WEIGHTS in acts(settings)
 
         def count() -> Weights:
@@ -163,7 +163,7 @@ class StageCosts:
                 largest = max((tensor.numel() * tensor.element_size() for tensor in all_tensors(component)), default=0)
                 return Weights(weight_bytes(component), largest, room)
 
-        return self._once(Weights, name, (stored, waits, policy.split), count)
+        return self._cached(Weights, name, (stored, waits, policy.split), count)
 
     def room(self, name: str, settings: Settings) -> int:
         """Return the most bytes of streamed weights on the device during a component that runs once.
@@ -172,16 +172,16 @@ class StageCosts:
             name: name of the component.
             settings: knobs that convert or place weights are read.
         """
-        stored, policy = self._stored(name, settings), policy_of(settings, denoises=False)
+        stored, policy = self._storage_knobs(name, settings), policy_of(settings, denoises=False)
 
         def count() -> Streamed:
             component = self._fake.anatomy.components[name]
             with self._fake.running(name, stored):
                 return Streamed(most_bytes(self._fake.layers({name: component}, stored), policy))
 
-        return self._once(Streamed, name, (stored, policy), count).device_bytes
+        return self._cached(Streamed, name, (stored, policy), count).device_bytes
 
-    def _stored(self, name: str, settings: Settings) -> Settings:
+    def _storage_knobs(self, name: str, settings: Settings) -> Settings:
         """The knobs of ``settings`` that change the bytes of a component's weights."""
         same_bytes = [Act.REORDERS_KERNELS] + ([] if name in self.quantised else [Act.COMPRESSES_WEIGHTS])
         return without(only(settings, Act.CONVERTS_WEIGHTS), *same_bytes)
@@ -214,28 +214,28 @@ class StageCosts:
         if not stage.repeats:
             settings = without_spare_buffer(settings, lambda: self.room(stage.component, settings))
         workspaces = dataclasses.replace(self._overhead, context_bytes=0)
-        called = self._called_with[stage.name, stage.component]
+        called = self._call_facts[stage.name, stage.component]
         facts = settings, called, timing, tuple(allocator_settings()), workspaces, self._gpu
         figures: list[Figures] = []
 
-        def traced() -> Figures:
+        def run_trace() -> Figures:
             traced = self.trace(stage, settings, timing, most_copied=most_copied)
             figures = {field.name: getattr(traced, field.name) for field in dataclasses.fields(Figures)}
             return Figures(**figures | ({} if stage.repeats and not _streams(settings) else {"spans": ()}))
 
-        def tried() -> Tried:
+        def try_trace() -> Tried:
             try:
-                figures.append(traced())
+                figures.append(run_trace())
             except TooManyCopiesError:
                 return Tried(ended=True)
             return Tried(ended=False)
 
         def count() -> Figures:
-            if most_copied < math.inf and self._once(Tried, stage.component, (facts, most_copied), tried).ended:
+            if most_copied < math.inf and self._cached(Tried, stage.component, (facts, most_copied), try_trace).ended:
                 raise TooManyCopiesError("more is copied than was asked about")
-            return figures[0] if figures else traced()
+            return figures[0] if figures else run_trace()
 
-        return self._once(_figures, stage.component, facts, count)
+        return self._cached(_figures, stage.component, facts, count)
 
     def step(self, stage: Stage, settings: Settings, timing: StepTiming) -> Step:
         """A denoising step with weights streamed as ``settings`` say; the engine's own schedule is no slower.
@@ -280,7 +280,7 @@ class StageCosts:
                 disk_wait=max(0.0, seconds - simulate(units, schedule, all_held)),
             )
 
-        return self._once(Step, stage.component, (chosen, timing), count)
+        return self._cached(Step, stage.component, (chosen, timing), count)
 
     def trace(
         self,
@@ -301,20 +301,20 @@ class StageCosts:
         """
         settings = acting(settings, stage)
         key = stage.name, stage.component
-        with self._named(stage.component):
+        with self._name_errors(stage.component):
             fake = next(stage for stage in self._stages_of(self._fake.anatomy) if (stage.name, stage.component) == key)
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         streams = _streams(settings)
         equals = {} if whole or streams or stage.reads else self._fake.equals(stage.component)
         running = self._fake.running(stage.component, settings, timing)
-        with self._named(stage.component), assume_gpu(self._gpu), running, torch.no_grad(), kernels:
+        with self._name_errors(stage.component), assume_gpu(self._gpu), running, torch.no_grad(), kernels:
             again = stage.repeats and streams
             return trace_equals_once(
                 fake.run, fake.inputs(), {}, equals, self._overhead, stage.repeats, again, most_copied
             )
 
     @contextlib.contextmanager
-    def _named(self, name: str) -> Iterator[None]:
+    def _name_errors(self, name: str) -> Iterator[None]:
         """Add the component ``name`` to errors that the model raises within the block.
 
         Raises:
@@ -334,7 +334,7 @@ class StageCosts:
             raise PlanningError(f"{what}, as it raises {message}: {advice}") from error
 
     @functools.cached_property
-    def _called_with(self) -> dict[tuple[str, str], Any]:
+    def _call_facts(self) -> dict[tuple[str, str], Any]:
         """Facts that a cost depends on in addition to the settings, by stage and component.
 
         They are shapes and types of the inputs, and the attention processors that the target sets for a run."""
@@ -349,7 +349,7 @@ class StageCosts:
             calls[stage.name, stage.component] = stage.name, shapes, kinds, *facts
         return calls
 
-    def _once(self, kind: Callable[..., _Kind], component: str, facts: Any, count: Callable[[], _Kind]) -> _Kind:
+    def _cached(self, kind: Callable[..., _Kind], component: str, facts: Any, count: Callable[[], _Kind]) -> _Kind:
         """Result of ``count``, cached in memory and on disk.
 
         Args:
@@ -366,7 +366,7 @@ class StageCosts:
             if (
                 stored is None
             ):  # outside the except block, or a broken model's own error would appear as its consequence
-                with self._named(component):
+                with self._name_errors(component):
                     stored = count()
                 remember(place, stored)
             self._known[key] = stored

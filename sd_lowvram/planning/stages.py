@@ -30,25 +30,25 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
         The stages: text encoders, encode, denoise, decode, as far as the target has them.
     """
     if anatomy.rehearsal is not None:
-        return _rehearsed(anatomy, anatomy.rehearsal)
+        return _rehearsed_stages(anatomy, anatomy.rehearsal)
     helpers = anatomy.family.helper_stages(anatomy, shape)
     if anatomy.denoiser is not None and anatomy.family.known:
         step = functools.partial(denoise_step, predict=anatomy.family.predict)
-        helpers.append(Stage("denoise", anatomy.denoiser, step, functools.partial(_of_step, anatomy, shape), True))
+        helpers.append(Stage("denoise", anatomy.denoiser, step, functools.partial(_step_inputs, anatomy, shape), True))
     name = anatomy.autoencoder
     if name is not None:
         latents, pixels = latent_shape(anatomy, shape), pixel_shape(anatomy, shape)
-        decode = functools.partial(_decoded, anatomy.family.decode)
-        helpers.append(Stage("decode", name, decode, functools.partial(_of_decode, anatomy, shape, latents)))
+        decode = functools.partial(_decode, anatomy.family.decode)
+        helpers.append(Stage("decode", name, decode, functools.partial(_decode_inputs, anatomy, shape, latents)))
     if not anatomy.family.known:
         helpers += [_unknown(anatomy, name) for name in anatomy.components if name != anatomy.autoencoder]
     helpers.sort(key=lambda stage: list(anatomy.components).index(stage.component))
     if name is not None and encodes:
-        helpers.insert(0, Stage("encode", name, anatomy.family.encode, _of_one(anatomy, name, pixels)))
+        helpers.insert(0, Stage("encode", name, anatomy.family.encode, _one_call(anatomy, name, pixels)))
     return helpers
 
 
-def _rehearsed(anatomy: Anatomy, record: Rehearsal) -> list[Stage]:
+def _rehearsed_stages(anatomy: Anatomy, record: Rehearsal) -> list[Stage]:
     """The recorded calls of each model that is still there, one after the other; calls of an autoencoder's two methods
     are two stages."""
     rows: dict[tuple[str, str], list[Row]] = {}
@@ -101,31 +101,33 @@ def _unknown(anatomy: Anatomy, name: str) -> Stage:
     return Stage(title, name, lambda: None, lambda: (), denoises)
 
 
-def _of_step(anatomy: Anatomy, shape: Shape) -> tuple[nn.Module | None, StepInputs]:
+def _step_inputs(anatomy: Anatomy, shape: Shape) -> tuple[nn.Module | None, StepInputs]:
     """Also what the denoiser predicted in the step before, and what guidance made of it: pipelines hold both."""
     step = anatomy.family.step_inputs(anatomy, shape)
     predicted = [torch.empty_like(step.latents) for _ in range(shape.passes + 1)]
-    return anatomy.denoiser_module, step._replace(held=(*step.held, *_unguided(anatomy, shape, step), *predicted))
+    return anatomy.denoiser_module, step._replace(
+        held=(*step.held, *_negative_embeddings(anatomy, shape, step), *predicted)
+    )
 
 
-def _unguided(anatomy: Anatomy, shape: Shape, step: StepInputs) -> list[Tensor]:
+def _negative_embeddings(anatomy: Anatomy, shape: Shape, step: StepInputs) -> list[Tensor]:
     """Embeddings of the negative prompt, which pipelines hold next to the joined ones, or until the second call."""
     guided = shape.passes > 1 or anatomy.calls > 1
     return [torch.empty_like(step.text[: shape.batch])] if guided else []
 
 
-def _of_decode(anatomy: Anatomy, shape: Shape, latents: tuple[int, ...]) -> tuple[Any, ...]:
+def _decode_inputs(anatomy: Anatomy, shape: Shape, latents: tuple[int, ...]) -> tuple[Any, ...]:
     """Also what the last step was given by text encoders, ControlNets and adapters: pipelines hold it to their end."""
     held: tuple[Tensor, ...] = ()
     if anatomy.denoiser is not None and anatomy.family.known:
         step = anatomy.family.step_inputs(anatomy, shape)
-        held = (*step.residuals, *step.features, *step.held, step.text, *_unguided(anatomy, shape, step))
-    return (*_of_one(anatomy, anatomy.autoencoder or "", latents)(), *held)
+        held = (*step.residuals, *step.features, *step.held, step.text, *_negative_embeddings(anatomy, shape, step))
+    return (*_one_call(anatomy, anatomy.autoencoder or "", latents)(), *held)
 
 
-def _decoded(decode: Callable[[nn.Module, Tensor], Any], module: nn.Module, latents: Tensor, *_held: Tensor) -> Any:
+def _decode(decode: Callable[[nn.Module, Tensor], Any], module: nn.Module, latents: Tensor, *_held: Tensor) -> Any:
     return decode(module, latents)
 
 
-def _of_one(anatomy: Anatomy, name: str, shape: tuple[int, ...]) -> Callable[[], tuple[nn.Module, Tensor]]:
+def _one_call(anatomy: Anatomy, name: str, shape: tuple[int, ...]) -> Callable[[], tuple[nn.Module, Tensor]]:
     return lambda: (anatomy.components[name], torch.empty(shape, dtype=dtype_of(anatomy, name)))

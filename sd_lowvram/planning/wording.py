@@ -86,17 +86,17 @@ class Reason(str):
         return {"kind": self.kind.value, "values": dict(self.values)}
 
 
-def of_kind(reasons: Iterable[Reason], *kinds: Kind) -> list[Reason]:
+def select_kinds(reasons: Iterable[Reason], *kinds: Kind) -> list[Reason]:
     """The ``reasons`` of some ``kinds``, in the order in which the kinds are given."""
     return [reason for kind in kinds for reason in reasons if reason.kind is kind]
 
 
-def beside_peak(reasons: Iterable[Reason]) -> list[Reason]:
+def drop_peak(reasons: Iterable[Reason]) -> list[Reason]:
     """The ``reasons`` without the peak, which is printed elsewhere."""
     return [reason for reason in reasons if reason.kind is not Kind.PEAK]
 
 
-def described(choice: dict[str, Any]) -> str:
+def describe_choice(choice: dict[str, Any]) -> str:
     """Words for the way in which a stage runs."""
     return ", ".join(f"{name} {value}" for name, value in choice.items() if value not in (False, "off")) or "plain"
 
@@ -118,14 +118,14 @@ def _peak(needed_bytes: int, vram: int, stage: str) -> str:
     return f"peak {format_size(needed_bytes)} of {format_size(vram)}, reached in {stage}"
 
 
-def _streamed(weights_bytes: int, slowdown: float) -> str:
+def _streamed_text(weights_bytes: int, slowdown: float) -> str:
     return (
         f"{format_size(weights_bytes)} of weights on the device at a time, the rest streamed while it "
         f"computes: a step takes {slowdown:.2f} times as long"
     )
 
 
-def _one_layer(slowdown: float | None) -> str:
+def _one_layer_text(slowdown: float | None) -> str:
     slower = "" if slowdown is None else f": a step takes {slowdown:.2f} times as long"
     return f"the weights of one layer and the next on the device at a time, the least memory{slower}"
 
@@ -138,7 +138,7 @@ def _page_locked(locked_bytes: int, unlocked_bytes: int, seconds: float) -> str:
     return f"{locked}; {rest}" + (f", {format_time(seconds)} of the run" if seconds > 0 else ", at no cost in time")
 
 
-def _from_disk(ram: int, disk: float, disk_bytes: int, calls: int, step_seconds: float, wait_seconds: float) -> str:
+def _disk_text(ram: int, disk: float, disk_bytes: int, calls: int, step_seconds: float, wait_seconds: float) -> str:
     waits = wait_seconds > _SHOWN_WAIT * step_seconds
     read = (
         f"{format_size(ram)} of RAM and {described_disk(disk)}: {format_time(step_seconds)} a step"
@@ -153,16 +153,16 @@ def _exact_strips(vae_map: str | None) -> str:
     return "decoding in exact strips" + (f", the unfinished picture {vae_map}" if vae_map else "")
 
 
-def _compiled(needed_bytes: int, vram: int, gain: float) -> str:
+def _compiled_text(needed_bytes: int, vram: int, gain: float) -> str:
     left = format_size(vram - needed_bytes)
     return f"{left} left: compiled, expected to be {gain:.1f} times as fast from the second run on"
 
 
-def _recorded(needed_bytes: int, vram: int) -> str:
+def _recorded_text(needed_bytes: int, vram: int) -> str:
     return f"{format_size(vram - needed_bytes)} left: the denoiser's passes are recorded once and replayed"
 
 
-def _packed(needed_bytes: int, vram: int) -> str:
+def _packed_text(needed_bytes: int, vram: int) -> str:
     left = format_size(vram - needed_bytes)
     return f"{left} left: large weights are also stored in the order of the CPU's kernels"
 
@@ -183,7 +183,7 @@ def _more_memory(needed_bytes: int, faster_seconds: float, seconds: float) -> st
     )
 
 
-def _not_planned(weights_bytes: int, offload: str) -> str:
+def _unplanned_text(weights_bytes: int, offload: str) -> str:
     places = {"none": "on the device", "component": "one model's at a time on the device"}
     return (
         f"weights {format_size(weights_bytes)}, {places.get(offload, 'streamed')}; the calls of this model are "
@@ -224,14 +224,14 @@ def _host_decides(
 _SENTENCES: dict[Kind, Callable[..., str]] = {
     Kind.PEAK: _peak,
     Kind.ONE_COMPONENT: lambda: "one model's weights on the device at a time",
-    Kind.STREAMED: _streamed,
-    Kind.ONE_LAYER: _one_layer,
+    Kind.STREAMED: _streamed_text,
+    Kind.ONE_LAYER: _one_layer_text,
     Kind.PAGE_LOCKED: _page_locked,
-    Kind.FROM_DISK: _from_disk,
+    Kind.FROM_DISK: _disk_text,
     Kind.EXACT_STRIPS: _exact_strips,
     Kind.DECODER_ON_CPU: lambda: "decoding on the CPU: the device cannot hold the decoder",
-    Kind.COMPILED: _compiled,
-    Kind.RECORDED: _recorded,
+    Kind.COMPILED: _compiled_text,
+    Kind.RECORDED: _recorded_text,
     Kind.BY_TIME_MODEL: lambda: (
         "by the time model: passes are recorded on this GPU once `sd-lowvram doctor --calibrate` has measured that "
         "this is faster there"
@@ -244,14 +244,14 @@ _SENTENCES: dict[Kind, Callable[..., str]] = {
         "products in fp16, all else in float32: another picture; products that overflow are found in the first step "
         "and computed in float32; the time includes those that earlier runs have found"
     ),
-    Kind.PACKED: _packed,
+    Kind.PACKED: _packed_text,
     Kind.ATTENTION_UNKNOWN: lambda: (
         "the workspace of cuDNN's attention is not in the peak: `doctor --calibrate` on the GPU measures it"
     ),
     Kind.FIRST_PICTURE: _first_picture,
     Kind.SLOW: _slow,
     Kind.MORE_MEMORY: _more_memory,
-    Kind.NOT_PLANNED: _not_planned,
+    Kind.NOT_PLANNED: _unplanned_text,
     Kind.RESERVED_UNLIMITED: lambda backend: (
         f"torch's allocator is {backend}: while this runs its allocated bytes are limited to the budget, and its "
         "reserved bytes are not; without backend in PYTORCH_CUDA_ALLOC_CONF both are"

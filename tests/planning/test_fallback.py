@@ -112,7 +112,7 @@ def test_the_next_leaner_plan_is_tried_with_the_same_latents(pipe: Any, expected
 
 def on_a_card(pipe: Any, monkeypatch: pytest.MonkeyPatch, approximate: bool = False) -> list[Plan]:
     """A plan for a card, and all that come after it while each of them runs out of memory."""
-    monkeypatch.setattr(fallback, "_there", lambda plan: math.inf)
+    monkeypatch.setattr(fallback, "_device_bytes", lambda plan: math.inf)
     anatomy = anatomy_of(pipe)
     asked = Request(128, 128, 1, 1 << 30, 1 << 30, torch.device("cuda"), profile("rtx3060"))
     plans = [make_plan(anatomy, asked, Settings(), approximate)]

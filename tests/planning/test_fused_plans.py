@@ -20,7 +20,7 @@ from sd_lowvram.kernels.triton.support import why_not as triton_why_not
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning import search, stage_seconds
 from sd_lowvram.planning.plan import Plan, Request
-from sd_lowvram.planning.wording import Kind, of_kind
+from sd_lowvram.planning.wording import Kind, select_kinds
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.units import GIB
 
@@ -90,11 +90,11 @@ def test_a_named_card_gains_what_its_generation_was_measured_to_gain(monkeypatch
     here = {"group_norm": 1.4, "geglu": 1.1, RECORDED: 1.5}
     found = planned(monkeypatch, here, ELSEWHERE)
     assert not found.settings.fused_kernels and not found.settings.cuda_graphs
-    assert not of_kind(found.reasons, Kind.BY_TIME_MODEL, Kind.FUSED_NOT_FASTER)
+    assert not select_kinds(found.reasons, Kind.BY_TIME_MODEL, Kind.FUSED_NOT_FASTER)
     for card in ("h100", "h200"):
         measured = planned(monkeypatch, {}, profile(card))
         assert not measured.settings.fused_kernels and measured.settings.cuda_graphs
-        assert of_kind(measured.reasons, Kind.BY_TIME_MODEL)
+        assert select_kinds(measured.reasons, Kind.BY_TIME_MODEL)
 
 
 @pytest.mark.parametrize("card", ["rtx2070", "h100"])
@@ -108,7 +108,7 @@ def test_fused_kernels_that_are_requested_save_no_time_on_a_named_card(
     )
     assert found.predicted.seconds == slow.predicted.seconds and found.fidelity < Fidelity.APPROXIMATE
     assert found.predicted.peak_bytes <= slow.predicted.peak_bytes
-    assert of_kind(found.reasons, Kind.FUSED_NOT_FASTER) and not of_kind(slow.reasons, Kind.FUSED_NOT_FASTER)
+    assert select_kinds(found.reasons, Kind.FUSED_NOT_FASTER) and not select_kinds(slow.reasons, Kind.FUSED_NOT_FASTER)
 
 
 @pytest.mark.parametrize("settings", [Settings(fused_kernels=True), Settings(compile="regional")])

@@ -137,13 +137,13 @@ def test_a_run_that_is_found_to_be_too_slow_is_not_traced_on(
     pricing = Pricing(anatomy, request(8 * GIB))
     options = (pricing.stage(settings, stage, {}, settings) for stage in pricing.costs.stages)
     run = pricing.whole(settings, [Candidate(settings, (option,), 0, settings) for option in options])
-    assert pricing.confirmed(run, 0).seconds == math.inf and not pricing._traced_whole
+    assert pricing.confirm(run, 0).seconds == math.inf and not pricing._traced_whole
     with monkeypatch.context() as again:
         again.setattr("sd_lowvram.planning.stage_costs.trace_equals_once", lambda *_: pytest.fail("traced again"))
-        assert Pricing(anatomy, request(8 * GIB)).confirmed(run, 0).seconds == math.inf
-    whole = pricing.confirmed(run, run.seconds + 1e-9)  # nothing that was left by the trace that ended is in it
+        assert Pricing(anatomy, request(8 * GIB)).confirm(run, 0).seconds == math.inf
+    whole = pricing.confirm(run, run.seconds + 1e-9)  # nothing that was left by the trace that ended is in it
     assert run.seconds <= whole.seconds < math.inf and pricing._traced_whole
-    assert whole == Pricing(anatomy, request(8 * GIB)).confirmed(run, 0)  # a known result is returned
+    assert whole == Pricing(anatomy, request(8 * GIB)).confirm(run, 0)  # a known result is returned
 
 
 def test_nothing_is_traced_after_a_stage_that_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,15 +153,15 @@ def test_nothing_is_traced_after_a_stage_that_is_too_slow(monkeypatch: pytest.Mo
     options = (pricing.stage(settings, stage, {}, settings) for stage in pricing.costs.stages)
     run = pricing.whole(settings, [Candidate(settings, (option,), 0, settings) for option in options])
     traced: list[str] = []
-    confirmed = Pricing._confirmed
+    confirmed = Pricing._confirm_stage
 
     def noted(self: Pricing, stage: Any, *given: Any) -> Any:
         traced.append(stage.name)
         return confirmed(self, stage, *given)
 
-    monkeypatch.setattr(Pricing, "_confirmed", noted)
-    assert pricing.confirmed(run, 0).seconds == math.inf and traced == ["denoise"]
-    pricing.confirmed(run)
+    monkeypatch.setattr(Pricing, "_confirm_stage", noted)
+    assert pricing.confirm(run, 0).seconds == math.inf and traced == ["denoise"]
+    pricing.confirm(run)
     assert traced == ["denoise", "denoise", "decode"]
 
 
@@ -171,9 +171,9 @@ def test_weights_that_pieces_fetch_again_make_a_step_slower_than_its_compute(ana
     (stage,) = pricing.costs.stages
     option = pricing.stage(settings, stage, {}, settings)
     run = pricing.whole(settings, [Candidate(settings, (option,), 0, settings)])
-    (whole,) = pricing.confirmed(run).stages
+    (whole,) = pricing.confirm(run).stages
     assert whole.seconds > 1.1 * option.seconds
-    assert pricing.confirmed(run).stages == (whole,)  # though the run was priced before it was traced
+    assert pricing.confirm(run).stages == (whole,)  # though the run was priced before it was traced
     assert whole.slowdown / option.slowdown == pytest.approx(whole.seconds / option.seconds, rel=0.02)
 
 

@@ -74,7 +74,7 @@ def test_more_memory_is_never_slower(anatomy: Any, least: int) -> None:
 @pytest.mark.slow(5)
 def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypatch: Any) -> None:
     """The search leaves out what cannot be faster; here all is priced."""
-    monkeypatch.setattr(Pricing, "confirmed", lambda self, run, *most: run)
+    monkeypatch.setattr(Pricing, "confirm", lambda self, run, *most: run)
     most = make_plan(anatomy, request(GIB, 128), Settings()).predicted.peak_bytes
     fewer = 0
     for step in range(4):
@@ -103,7 +103,7 @@ def test_a_run_that_its_whole_trace_finds_slower_is_not_taken(anatomy: Any, monk
         slow = (dataclasses.replace(stage, seconds=factor * stage.seconds) for stage in run.stages)
         return dataclasses.replace(run, stages=tuple(slow))
 
-    monkeypatch.setattr(Pricing, "confirmed", slower)
+    monkeypatch.setattr(Pricing, "confirm", slower)
     found = PlanSearch(anatomy, request(GIB), Settings(), approximate=False).fastest()
     assert found is not None and priced[0].seconds < found.seconds < 5 * priced[0].seconds
 
@@ -136,14 +136,14 @@ def test_a_controlnet_is_planned_with_fused_kernels(on_a_card: Any) -> None:
 
 def test_the_least_that_is_told_is_planned(on_a_card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the whole trace of a stage without levels finds more."""
-    confirmed = Pricing._confirmed
+    confirmed = Pricing._confirm_stage
 
     def more(pricing: Pricing, stage: Any, planned: Any, settings: Settings, beyond: float) -> Any:
         whole = confirmed(pricing, stage, planned, settings, beyond)
         found = 2 * MIB if stage.name == "control" else 0
         return dataclasses.replace(whole, reserved_bytes=whole.reserved_bytes + found)
 
-    monkeypatch.setattr(Pricing, "_confirmed", more)
+    monkeypatch.setattr(Pricing, "_confirm_stage", more)
     with pytest.raises(BudgetError) as refusal:
         make_plan(*on_a_card(1))
     assert refusal.value.stage == "control"
@@ -391,7 +391,7 @@ def test_who_shows_no_minimum_gets_the_same_plan_for_less(anatomy: Any) -> None:
         plan.as_dict() | {"minimum_peak_bytes": 0, "minimum_vram_bytes": 0, "minimum_ram_bytes": 0}
     )
     assert told.minimum_peak_bytes < plan.minimum_peak_bytes == plan.predicted.peak_bytes
-    assert len(search.pricing.priced(search.base)) <= len(whole.pricing.priced(whole.base))
+    assert len(search.pricing.priced_stages(search.base)) <= len(whole.pricing.priced_stages(whole.base))
     with pytest.raises(BudgetError):
         make_plan(anatomy, request(MIB // 2), Settings(), least=False)
 
@@ -469,6 +469,6 @@ def test_what_is_remembered_of_a_unet_hangs_on_the_latents_of_its_vae() -> None:
     for one in (config, small):
         parts = build_components(one, torch.float16, "meta", ("unet", "vae"))
         costs = StageCosts(anatomy_of_components("diffusers", parts), Shape(512, 512), False, torch.device("cuda"))
-        called.add(costs._called_with["denoise", "unet"])
+        called.add(costs._call_facts["denoise", "unet"])
         weights.add(costs._fake.fingerprint("unet"))
     assert len(called) == 2 and len(weights) == 1

@@ -17,7 +17,7 @@ from sd_lowvram.cli import app
 from sd_lowvram.errors import BadInputError, SettingsError
 from sd_lowvram.planning.as_others import CALLS, attach_own, request_by
 from sd_lowvram.planning.search import make_plan
-from sd_lowvram.planning.wording import Kind, of_kind
+from sd_lowvram.planning.wording import Kind, select_kinds
 from sd_lowvram.policies import OURS, POLICIES, check_policy
 from sd_lowvram.session import anatomy_of, attachments
 from sd_lowvram.units import GIB
@@ -154,5 +154,5 @@ def test_a_plan_says_which_picture_its_seconds_are_of(pipe: Any, name: str | Non
     anatomy = anatomy_of(pipe)
     settings = sd_lowvram.Settings.policy(name or "ours")
     request = request_by(name, anatomy, gpu=gpu, width=64, height=64, ram=GIB)
-    (told,) = of_kind(make_plan(anatomy, request, settings, least=False).reasons, Kind.FIRST_PICTURE)
+    (told,) = select_kinds(make_plan(anatomy, request, settings, least=False).reasons, Kind.FIRST_PICTURE)
     assert told.values == {"more_seconds": longer} and ("RTX 2070" in told) == (longer is not None)
