@@ -182,8 +182,8 @@ def _grown_size(span: _AddressRange) -> int:
 
 def _room_from(span: _AddressRange | None) -> int:
     """Bytes that are free or unmapped from ``span`` on."""
-    room = 0
+    capacity = 0
     while span is not None and not span.used:
-        room += span.size
+        capacity += span.size
         span = span.after
-    return room
+    return capacity

@@ -346,7 +346,7 @@ class Stream:
         if self._barred is not None and self._bars(*self._barred, position):
             return
         rooms = self._layout.rooms
-        room = rooms[position % len(rooms)] if rooms else math.inf
+        capacity = rooms[position % len(rooms)] if rooms else math.inf
         candidates = self._layout.streamed
         if not self._there.issuperset(self._layout.residents):
             candidates = list(range(len(self._layout.blocks)))
@@ -354,7 +354,7 @@ class Stream:
         for number in (*candidates[first:], *(candidates[:first] if self._repeats else ())):
             if number in self._there or number == position:
                 continue
-            if self._layout.ring_bytes + self._layout.blocks[number].bytes > room:
+            if self._layout.ring_bytes + self._layout.blocks[number].bytes > capacity:
                 return
             for other in self._layout.overlapping.get(number, ()):
                 if self._bars(number, other, position):

@@ -127,8 +127,8 @@ class HostWeights:
     def can_pin(self, tensors: Iterable[Tensor]) -> bool:
         """True if all of ``tensors`` can be pinned, including those that are settled already."""
         budget = self._budget
-        room = pinnable_bytes() if budget is None else min(pinnable_bytes() - budget.parked, budget.left)
-        return sum(tensor.nbytes for tensor in tensors) <= room + self.pinned_bytes + self.held_bytes
+        capacity = pinnable_bytes() if budget is None else min(pinnable_bytes() - budget.parked, budget.left)
+        return sum(tensor.nbytes for tensor in tensors) <= capacity + self.pinned_bytes + self.held_bytes
 
     def copy_to(self, source: Tensor, target: Tensor) -> None:
         """Copy what a tensor holds on the host into ``target`` on the device.
@@ -206,10 +206,10 @@ class HostWeights:
         The rest is read past the cache."""
         if self._budget is None or not can_read_past_cache():
             return
-        room, left = self._budget.left, list[Tensor]()
+        capacity, left = self._budget.left, list[Tensor]()
         for data, memory in waiting:
-            if data.nbytes <= room:
-                room -= data.nbytes
+            if data.nbytes <= capacity:
+                capacity -= data.nbytes
                 memory.cached = True
             else:
                 memory.on_disk = True
@@ -391,9 +391,9 @@ class _Slabs:
         size = self._coming.popleft()
         if self._left is None:
             return None
-        room, self._left = self._left[: data.nbytes], self._left[size:]
+        space, self._left = self._left[: data.nbytes], self._left[size:]
         order = dense_order(like)
-        copy = room.view(data.dtype).view([data.shape[dim] for dim in order]).permute(inverse(order))
+        copy = space.view(data.dtype).view([data.shape[dim] for dim in order]).permute(inverse(order))
         pair = _sort_dims(data, copy) if past is not None else None
         return copy if past is not None and pair and past.read(*pair) else copy.copy_(data)
 

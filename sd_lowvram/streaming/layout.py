@@ -301,11 +301,11 @@ def lay_down(
     """
     if policy.timing is not None:
         layers = sort_by_timing(layers, policy.timing)
-    parts, room = _split_blocks(_sort_as_learned(layers, orders), policy)
-    if room is not None and room < _least(parts):
-        helps = not policy.split and _least(blocks_of(layers, _granularity(policy), _part(room, parts))) <= room
-        raise _buffer_error(room, parts, ", or let layers be split (split_layers)" if helps else "")
-    return DeviceLayout(parts, _schedule(parts, policy, room, near))
+    parts, capacity = _split_blocks(_sort_as_learned(layers, orders), policy)
+    if capacity is not None and capacity < _least(parts):
+        helps = not policy.split and _least(blocks_of(layers, _granularity(policy), _part(capacity, parts))) <= capacity
+        raise _buffer_error(capacity, parts, ", or let layers be split (split_layers)" if helps else "")
+    return DeviceLayout(parts, _schedule(parts, policy, capacity, near))
 
 
 def most_bytes(layers: Sequence[Layer], policy: ResidencyPolicy) -> int:
@@ -314,8 +314,8 @@ def most_bytes(layers: Sequence[Layer], policy: ResidencyPolicy) -> int:
     Args:
         layers, policy: as for :func:`lay_down`.
     """
-    parts, room = _split_blocks(layers, policy)
-    return parts.bytes if room is None else min(room, parts.bytes)
+    parts, capacity = _split_blocks(layers, policy)
+    return parts.bytes if capacity is None else min(capacity, parts.bytes)
 
 
 def _granularity(policy: ResidencyPolicy) -> Granularity:
@@ -326,14 +326,14 @@ def _split_blocks(layers: Sequence[Layer], policy: ResidencyPolicy) -> tuple[Blo
     """The blocks of ``layers``, and the bytes for them on the device."""
     granularity = _granularity(policy)
     parts = blocks_of(layers, granularity)
-    room = _room(policy, parts)
-    if room is not None and parts.bytes > room and (policy.split or policy.together):
-        part, largest = _part(room, parts), max(block.bytes for block in parts.streamed)
-        together = min(max(1, room - parts.staying_bytes), 2 * largest) if policy.together else 0
+    capacity = _room(policy, parts)
+    if capacity is not None and parts.bytes > capacity and (policy.split or policy.together):
+        part, largest = _part(capacity, parts), max(block.bytes for block in parts.streamed)
+        together = min(max(1, capacity - parts.staying_bytes), 2 * largest) if policy.together else 0
         parts = blocks_of(layers, granularity, part if policy.split else None, together, part if policy.together else 0)
-    if room is not None and (policy.device_bytes is None or policy.grows):
-        room = max(room, _least(parts))
-    return parts, room
+    if capacity is not None and (policy.device_bytes is None or policy.grows):
+        capacity = max(capacity, _least(parts))
+    return parts, capacity
 
 
 def _room(policy: ResidencyPolicy, parts: Blocks) -> int | None:
@@ -353,16 +353,16 @@ def _least(parts: Blocks) -> int:
     return parts.staying_bytes + max((block.bytes for block in parts.streamed), default=0)
 
 
-def _part(room: int, parts: Blocks) -> int:
+def _part(capacity: int, parts: Blocks) -> int:
     """Bytes of a part of a layer that is split."""
-    return max(1, room - parts.staying_bytes) // _SPLIT
+    return max(1, capacity - parts.staying_bytes) // _SPLIT
 
 
-def _buffer_error(room: int, parts: Blocks, otherwise: str) -> BudgetError:
+def _buffer_error(capacity: int, parts: Blocks, otherwise: str) -> BudgetError:
     """The error for a buffer that does not hold what stays plus the largest block."""
     least, largest = _least(parts), max(parts.streamed, key=lambda block: block.bytes)
     return BudgetError(
-        f"{format_size(room)} of weights on the device are too few for {largest.name}, which has "
+        f"{format_size(capacity)} of weights on the device are too few for {largest.name}, which has "
         f"{format_size(largest.bytes)}: give {format_least(least)} or more{otherwise}",
         needed_bytes=least,
         stage=largest.name,
@@ -370,17 +370,17 @@ def _buffer_error(room: int, parts: Blocks, otherwise: str) -> BudgetError:
     )
 
 
-def _schedule(parts: Blocks, policy: ResidencyPolicy, room: int | None, near: bool) -> Schedule:
+def _schedule(parts: Blocks, policy: ResidencyPolicy, capacity: int | None, near: bool) -> Schedule:
     units = parts.units()
-    if room is None or (parts.bytes <= room and policy.kind != "layer"):
+    if capacity is None or (parts.bytes <= capacity and policy.kind != "layer"):
         return lay_out(units, range(len(units)), 0)
-    room = max(0, room - parts.staying_bytes)
+    capacity = max(0, capacity - parts.staying_bytes)
     if policy.kind == "blocks" and policy.timing is not None:
-        return best_schedule(schedule_units(parts.streamed, policy.timing), room, policy.timing.copies, near)
+        return best_schedule(schedule_units(parts.streamed, policy.timing), capacity, policy.timing.copies, near)
     if policy.kind == "blocks":
-        return best_schedule(units, room, CopyQueue(1.0, overlap=False), near)
-    room = min(room, sum(align(unit.bytes) for unit in units))
-    ring = lay_out(units, (), room)
+        return best_schedule(units, capacity, CopyQueue(1.0, overlap=False), near)
+    capacity = min(capacity, sum(align(unit.bytes) for unit in units))
+    ring = lay_out(units, (), capacity)
     plain = policy.device_bytes is None and not policy.split and not policy.together
     if policy.kind == "layer" and plain and policy.timing is not None:
         return smallest_schedule(schedule_units(parts.streamed, policy.timing), ring, policy.timing.copies)

@@ -110,13 +110,13 @@ class PastCache:
         file = self._file(span)
         if file is None:
             return False
-        offset, room = (
+        offset, block = (
             span.offset + start - span.start,
             memoryview((ctypes.c_char * size).from_address(into.data_ptr())).cast("B"),
         )
         done = 0
         while done < size:
-            read = os.preadv(file, [room[done:size]], offset + done)
+            read = os.preadv(file, [block[done:size]], offset + done)
             if not read:  # the file was cut short since
                 return False
             done += read

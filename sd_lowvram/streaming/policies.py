@@ -16,9 +16,11 @@ Policy = Callable[[Sequence[WeightGroup], int], Schedule]
 
 POLICIES: dict[str, Policy] = {
     # what ComfyUI does
-    "largest first": lambda units, room: _fill(units, room, sorted(range(len(units)), key=lambda n: -units[n].bytes)),
-    "first resident": lambda units, room: _fill(units, room, range(len(units))),
-    "all streamed": lambda units, room: lay_out(units, (), room),
+    "largest first": lambda units, capacity: _fill(
+        units, capacity, sorted(range(len(units)), key=lambda n: -units[n].bytes)
+    ),
+    "first resident": lambda units, capacity: _fill(units, capacity, range(len(units))),
+    "all streamed": lambda units, capacity: lay_out(units, (), capacity),
 }
 """Functions from the units of a step and the bytes on the device to a schedule; residents are as many as fit."""
 

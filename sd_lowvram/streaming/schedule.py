@@ -148,8 +148,8 @@ def follow_maps(units: Sequence[WeightGroup], most: int, ring_bytes: int) -> Sch
     before = [0, *itertools.accumulate(sizes * 3)]
     reach: list[int] = []  # for each unit of two steps, from the last back: the last unit that fits in addition
     for at in reversed(range(2 * count)):
-        room = min(ring_bytes, most - units[at % count].maps)
-        fit = bisect.bisect_right(before, before[at] + room) - 2
+        capacity = min(ring_bytes, most - units[at % count].maps)
+        fit = bisect.bisect_right(before, before[at] + capacity) - 2
         reach.append(max(at, min(fit, at + count - 1, *reach[-1:])))
     reach.reverse()
     fetches = []
