@@ -77,8 +77,7 @@ def hooks_of(vae: HostVAE) -> _Autoencoder | None:
 
 
 def foresee_decode(vae: HostVAE | None, shape: Sequence[int]) -> None:
-    """Put the plan for decoding (N, C, [frames,] h, w) latents into the record of an optimized ``vae``; others tell
-    nothing.
+    """Put the plan for decoding (N, C, [frames,] h, w) latents into the record of an optimized ``vae``; other VAEs have no record.
 
     Raises:
         BudgetError: nothing fits.

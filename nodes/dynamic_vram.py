@@ -65,7 +65,7 @@ def limit_weights(
                 free -= InRange.buffers(layer_bytes(patcher.model))
             size = InRange.pages(free)
             weights.set_watermark(size)
-        except RuntimeError as error:  # a bound is no reason to fail the host's load
+        except RuntimeError as error:  # a bound is not a reason to fail the host's load
             warn(f"dynamic VRAM refused to limit the weights ({error}): they may use all free VRAM")
             return
         report(size)

@@ -35,7 +35,7 @@ def budget(written: str, device: torch.device) -> int:
     """Bytes in a node's budget; when it is empty, what this process can have once the host has unloaded its models.
 
     Raises:
-        BadInputError: it is no size.
+        BadInputError: it is not a size.
     """
     if written.strip():
         return parse_size(written, "budget")

@@ -140,7 +140,7 @@ def anatomy_of_hosted(model: ModelPatcher, conditions: Conditions) -> Anatomy:
     """The anatomy of a MODEL of any kind, of which a step is called with ``conditions``; hooks find no sites in it.
 
     Raises:
-        BadInputError: it is no model that a sampler of the host's can run.
+        BadInputError: it is not a model that a sampler of the host's can run.
     """
     base, unet = model.model, model.get_model_object("diffusion_model")
     latents = getattr(base, "latent_format", None)

@@ -203,7 +203,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], scales: Scales, computes
             layer = gguf_linear(tensor, bias, computes) if blocks else ScaledLinear(tensor, scale, bias, computes)
             above, _, called = path.rpartition(".")
             setattr(model.get_submodule(above), called, layer)
-        else:  # tables, which are looked up, and what is no matrix
+        else:  # tables, which are looked up, and what is not a matrix
             rest[name] = widened_gguf(tensor, computes) if blocks else widen_scaled(tensor, scale, computes)
     result = model.load_state_dict(rest, strict=False, assign=True)
     return list(result.unexpected_keys)

@@ -286,13 +286,13 @@ def size_job(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
 def plan_job(job: Job, pipe: Any, device: torch.device, console: Console, pictures: int = 1) -> Any:
     """Plan ``job`` and equal jobs, ``pictures`` in all; print and attach the plan."""
     from .. import optimize
-    from .. import plan as foretold
+    from .. import plan as predict
     from ..planning.as_others import attach_own
     from .show import show_plan
 
     own = job.policy is not None and POLICIES[job.policy].own
     with console.status("planning"):
-        plan = (foretold if own else optimize)(
+        plan = (predict if own else optimize)(
             pipe, vram=job.vram, ram=job.ram, width=job.width, height=job.height, batch=job.batch,
             steps=max(1, job.steps_run), pictures=pictures, device=device, settings=job.settings,
             approximate=job.approximate, guided=is_guided(job, pipe),

@@ -36,5 +36,5 @@ def tell(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """The same for what is no error."""
+    """Print a line that is not about an error."""
     tell(f"note: {message}")
