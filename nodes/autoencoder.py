@@ -77,7 +77,8 @@ def hooks_of(vae: HostVAE) -> _Autoencoder | None:
 
 
 def foresee_decode(vae: HostVAE | None, shape: Sequence[int]) -> None:
-    """Put the plan for decoding (N, C, [frames,] h, w) latents into the record of an optimized ``vae``; other VAEs have no record.
+    """Put the plan for decoding (N, C, [frames,] h, w) latents into the record of an optimized ``vae``; other VAEs have
+    none.
 
     Raises:
         BudgetError: nothing fits.

@@ -411,9 +411,10 @@ def _attachable(model: Any, settings: Settings) -> Settings:
 
 
 def follow(p: Any, model: Any, width: int, height: int, batch: int, passes: int, steps: int | None = None) -> None:
-    """Plan anew where the host has loaded another model in the midst of a generation, comes to a larger picture, or
-    comes back to the owner's ``p`` from another that was planned for, or where another extension has put a Tiled VAE
-    over our hooks.
+    """Re-plan if the plan in use is not for what comes next.
+
+    So it is if the host has loaded another model during a generation, draws a larger picture, or returns to the owner's
+    ``p`` from another one, and if another extension has put a Tiled VAE over our hooks.
 
     Args:
         steps: of the pass that comes, where it has a number of its own.

@@ -63,7 +63,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since the run began."""
+        """Time since the run began."""
         return time.perf_counter() - self._started
 
     @property

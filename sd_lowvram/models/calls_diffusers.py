@@ -259,7 +259,7 @@ def _residuals(unet: DiffusersUNet, rows: int, size: tuple[int, int], empty: _Em
 
 
 def _control_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
-    """Also the residuals of the step before, which pipelines hold until the next ones are there."""
+    """Inputs of the ControlNets, with the residuals of the step before: pipelines hold them until the next ones."""
     empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, CONTROL))
     channels = layer(_several(anatomy.components[CONTROL], "nets")[0].conv_in).in_channels
     latents = empty(shape.rows, channels, *latent_size(anatomy, shape))

@@ -102,7 +102,7 @@ def _unknown(anatomy: Anatomy, name: str) -> Stage:
 
 
 def _step_inputs(anatomy: Anatomy, shape: Shape) -> tuple[nn.Module | None, StepInputs]:
-    """Also what the denoiser predicted in the step before, and what guidance made of it: pipelines hold both."""
+    """Inputs of a step, and the predictions and guidance of the step before, which pipelines still hold."""
     step = anatomy.family.step_inputs(anatomy, shape)
     predicted = [torch.empty_like(step.latents) for _ in range(shape.passes + 1)]
     return anatomy.denoiser_module, step._replace(
@@ -117,7 +117,7 @@ def _negative_embeddings(anatomy: Anatomy, shape: Shape, step: StepInputs) -> li
 
 
 def _decode_inputs(anatomy: Anatomy, shape: Shape, latents: tuple[int, ...]) -> tuple[Any, ...]:
-    """Also what the last step was given by text encoders, ControlNets and adapters: pipelines hold it to their end."""
+    """Latents, and the inputs of the last step from text encoders, ControlNets and adapters: pipelines hold them."""
     held: tuple[Tensor, ...] = ()
     if anatomy.denoiser is not None and anatomy.family.known:
         step = anatomy.family.step_inputs(anatomy, shape)

@@ -148,7 +148,7 @@ def clip_of(folder: Path) -> tuple[Any, Any]:
 
 
 def _return_tensor(features: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Since transformers 5 the features come in an output of several; torchmetrics takes the tensor alone."""
+    """Return the tensor alone, as torchmetrics takes it; transformers 5 puts it into an output of several."""
 
     def pooled_output(*args: Any, **kwargs: Any) -> Tensor:
         output = features(*args, **kwargs)

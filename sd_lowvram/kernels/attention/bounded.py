@@ -88,8 +88,8 @@ def fused_blocks(problem: Problem, score_bytes: int) -> ScoreBlock:
 
 
 def _common_costs(problem: Problem) -> tuple[int, int, int]:
-    """Bytes for each score (itself, and in passing an inverted mask, then the probability in v's type), for each row of
-    q or k that is widened, and for each row of v that is, or of a result that is narrowed after it."""
+    """Bytes for each score, for each widened row of q or k, and for each row of v that is widened, or of a narrowed
+    result. A score counts with an inverted mask at times, and with the probability in v's type."""
     size, value_size = problem.score_dtype.itemsize, problem.value_dtype.itemsize
     narrowed = problem.value_dtype != problem.score_dtype
     score = size + max(problem.mask == "bool", value_size * narrowed)
