@@ -56,7 +56,7 @@ def install(name: str, path: Path) -> tuple[Path, str]:
     Raises:
         BadInputError: no such host, or something else of our name is there. OutputError: the place cannot be written.
     """
-    host = _checked(name, path)
+    host = _check_place(name, path)
     place = path / host.folder / NAME
     checkout = _PACKAGE.parent
     source = checkout if (checkout / host.parts[0]).exists() else _PACKAGE / "data" / _DATA
@@ -71,7 +71,7 @@ def install(name: str, path: Path) -> tuple[Path, str]:
         place.parent.mkdir(exist_ok=True)
         for left in (new, old):  # by an installation that was ended
             _remove(left)
-        linked = source == checkout and _linked(new, source)
+        linked = source == checkout and _try_link(new, source)
         try:
             if not linked:
                 _copy(source, host.parts, new)
@@ -89,7 +89,7 @@ def uninstall(name: str, path: Path) -> Path:
     Raises:
         BadInputError: no such host, nothing is there, or something that we did not put there.
     """
-    place = path / _checked(name, path).folder / NAME
+    place = path / _check_place(name, path).folder / NAME
     if not os.path.lexists(place):
         raise BadInputError(f"sd-lowvram is not installed in {path}: there is no {place}")
     _check_ours(place)
@@ -100,7 +100,7 @@ def uninstall(name: str, path: Path) -> Path:
     return place
 
 
-def _checked(name: str, path: Path) -> Host:
+def _check_place(name: str, path: Path) -> Host:
     host = HOSTS.get(name)
     if host is None:
         raise BadInputError(f"host {name!r} is unknown: choose one of {', '.join(HOSTS)}")
@@ -114,7 +114,7 @@ def _checked(name: str, path: Path) -> Host:
     return host
 
 
-def _linked(place: Path, source: Path) -> bool:
+def _try_link(place: Path, source: Path) -> bool:
     """Return True if a link could be made; Windows allows it to some users only."""
     try:
         place.symlink_to(source, target_is_directory=True)

@@ -209,14 +209,14 @@ class Knob:
 
     def acts_of(self, value: Any) -> frozenset[Act]:
         """Behaviours of the knob with ``value``."""
-        return _of_value(self.acts, value)
+        return _acts_of_value(self.acts, value)
 
     def excluded_by(self, value: Any) -> frozenset[Act]:
         """Behaviours of other knobs that this knob excludes with ``value``."""
-        return _of_value(self.excludes, value)
+        return _acts_of_value(self.excludes, value)
 
 
-def _of_value(acts: Mapping[Act, tuple[str, ...]], value: Any) -> frozenset[Act]:
+def _acts_of_value(acts: Mapping[Act, tuple[str, ...]], value: Any) -> frozenset[Act]:
     if value is None or value is False:
         return frozenset()
     return frozenset(act for act, values in acts.items() if values == ANY or value in values)

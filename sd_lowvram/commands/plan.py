@@ -192,7 +192,7 @@ def _plan(asked: dict[str, Any], settings: Settings) -> Answer:
     anatomy, request = _request(asked)
     heed_interrupts()
     planned = make_plan(anatomy, request, settings, asked["approximate"])
-    return planned.as_dict() | _counted(asked, request), planned.alike
+    return planned.as_dict() | _count_sentences(asked, request), planned.alike
 
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -204,10 +204,13 @@ def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     if not any(plans.values()):
         smallest = dataclasses.replace(request, width=64, height=64)
         make_plan(anatomy, smallest, settings, asked["approximate"], least=False)  # refuses it, and says what would do
-    return {name: planned.as_dict() | _counted(asked, request) if planned else None for name, planned in plans.items()}
+    return {
+        name: planned.as_dict() | _count_sentences(asked, request) if planned else None
+        for name, planned in plans.items()
+    }
 
 
-def _counted(asked: dict[str, Any], request: Any) -> dict[str, str]:
+def _count_sentences(asked: dict[str, Any], request: Any) -> dict[str, str]:
     """Sentences on the rates, and on what the plan counts in place of another program."""
     rates = {"rates": f"{request.rates.title}, {request.rates.source}"}
     if asked["policy"] is None:

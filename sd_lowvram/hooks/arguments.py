@@ -60,7 +60,7 @@ def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def holds_last_pictures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if the last pictures of a map among the arguments are still on the device."""
-    return any(isinstance(leaf, OffloadedMap) and leaf.last_is_there() for leaf in _leaves(args, kwargs))
+    return any(isinstance(leaf, OffloadedMap) and leaf.is_last_there() for leaf in _leaves(args, kwargs))
 
 
 def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

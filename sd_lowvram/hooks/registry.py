@@ -88,7 +88,7 @@ def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: 
         return False
 
 
-def offered(target: Target) -> list[Offer]:
+def list_offers(target: Target) -> list[Offer]:
     """Offers of all hooks for ``target``, the deepest first."""
     offers: list[Offer] = []
     asked: set[Any] = set()

@@ -59,7 +59,7 @@ def _source(name: str | None, pace: Pace) -> str:
     return f"of {name}'s program {longer}, {fitted}"
 
 
-def _in_groups(pipe: Any, device: torch.device) -> None:
+def _offload_groups(pipe: Any, device: torch.device) -> None:
     pipe.enable_group_offload(
         onload_device=device, offload_device=torch.device("cpu"), offload_type="leaf_level", use_stream=True
     )
@@ -68,7 +68,7 @@ def _in_groups(pipe: Any, device: torch.device) -> None:
 CALLS: dict[str, Callable[[Any, torch.device], None]] = {
     "diffusers-model-offload": lambda pipe, device: pipe.enable_model_cpu_offload(device=device),
     "diffusers-sequential": lambda pipe, device: pipe.enable_sequential_cpu_offload(device=device),
-    "diffusers-group": _in_groups,
+    "diffusers-group": _offload_groups,
 }
 """diffusers' own offloading by the policy's name, as its documentation calls it. The pipeline stays changed."""
 

@@ -20,7 +20,7 @@ from ..devices.disk import ASSUMED
 from ..devices.performance import MEASURED_GAINS, THIS
 from ..hooks.numbers.fused_kernels import kernels_in
 from ..hooks.numbers.half_products import products_that_overflow
-from ..hooks.numbers.precision import Arithmetic, arithmetic, fidelity_of_knobs, widened
+from ..hooks.numbers.precision import Arithmetic, arithmetic, fidelity_of_knobs, widen_settings
 from ..hooks.registry import skipped_layers
 from ..hooks.replay.compiled import is_compiled, kinds_of, were_compiled
 from ..knob import Act
@@ -291,7 +291,7 @@ class Pricing:
         away = self.anatomy.autoencoder if self.on_gpu and Act.ON_PROCESSOR in acting else None
         traced = self.as_traced(stage, settings)
         if away == stage.component:
-            figures = self.costs(stage, widened(without(traced, Act.PLACES_WEIGHTS)))
+            figures = self.costs(stage, widen_settings(without(traced, Act.PLACES_WEIGHTS)))
         else:
             figures = self._resident(stage, traced)
         return Case(
@@ -492,7 +492,7 @@ class Pricing:
         def count() -> Settings:
             traced = without(settings, Act.ON_PROCESSOR)
             if self._arithmetic(stage.component, settings).overflows:
-                traced = widened(traced)
+                traced = widen_settings(traced)
             streams = Act.STREAMS_WEIGHTS in self._acts(settings)
             return traced if streams else without(traced, Act.PLACES_WEIGHTS)
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import BudgetError, LowVRAMError, PlanningError
 from ..hooks.offers import Offer, OfferKind, Target, add_offers, drop_undecided, left_open, select_kind
-from ..hooks.registry import applicable, checked, offered
+from ..hooks.registry import applicable, checked, list_offers
 from ..kernels.attention.problem import assume_gpu
 from ..models.anatomy import Anatomy
 from ..models.support import check_moved
@@ -138,7 +138,7 @@ class PlanSearch:
         self.largest = settings.largest_bytes
         target = Target(anatomy, request.device, request.rates, request.batch, settings, approximate)
         with assume_gpu(request.gpu):
-            self._offers = offered(target)
+            self._offers = list_offers(target)
         self._fixed = settings
         self.base = add_offers(settings, select_kind(self._offers, OfferKind.ALWAYS))
         self._groups = groups(self._stages, self.base, self._offers)

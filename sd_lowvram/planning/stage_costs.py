@@ -17,7 +17,7 @@ from ..compat.private import tree_flatten
 from ..devices.overhead import NONE, Overhead
 from ..errors import LowVRAMError, PlanningError, ran_out
 from ..hooks.numbers.weight_storage import quantised_layers
-from ..hooks.parking.offload import policy_of, single_layers, step_groups, without_spare_buffer
+from ..hooks.parking.offload import policy_of, single_layers, step_groups, trim_buffer
 from ..kernels.attention.problem import PlannedGpu, assume_gpu
 from ..kernels.cpu_convolutions import facts as cpu_facts
 from ..knob import Act
@@ -212,7 +212,7 @@ class StageCosts:
         """
         settings = acting(settings, stage)
         if not stage.repeats:
-            settings = without_spare_buffer(settings, lambda: self.room(stage.component, settings))
+            settings = trim_buffer(settings, lambda: self.room(stage.component, settings))
         workspaces = dataclasses.replace(self._overhead, context_bytes=0)
         called = self._call_facts[stage.name, stage.component]
         facts = settings, called, timing, tuple(allocator_settings()), workspaces, self._gpu

@@ -62,8 +62,8 @@ def test_moments_do_not_depend_on_the_strips(cuts: list[int], batch: int, mean: 
     for start, stop in itertools.pairwise(edges):
         with computing_as(device):
             statistics.add(x[:, :, start:stop])
-        statistics.normalised(x[:, :, :1])  # what was worked out for some strips must not stay for more
-    normalised = [statistics.normalised(x[:, :, start:stop]) for start, stop in itertools.pairwise(edges)]
+        statistics.normalise(x[:, :, :1])  # what was worked out for some strips must not stay for more
+    normalised = [statistics.normalise(x[:, :, start:stop]) for start, stop in itertools.pairwise(edges)]
     expected = norm.double()(x.double())
     assert (torch.cat(normalised, 2) - expected).abs().max() < 2e-3 * max(1e-2, abs(mean) / 50)
 
@@ -76,7 +76,7 @@ def test_an_even_map_is_zero(value: float, dtype: torch.dtype, device: str) -> N
     with computing_as(device):
         for start, stop in ((0, 4), (4, 11), (11, 15)):
             statistics.add(x[:, :, start:stop])
-    assert torch.equal(statistics.normalised(x).float(), torch.zeros(x.shape))
+    assert torch.equal(statistics.normalise(x).float(), torch.zeros(x.shape))
 
 
 def operators(strip: Tensor, device: str) -> int:
@@ -168,35 +168,35 @@ def test_pieces_of_fakes_stand_for_each_other() -> None:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_waiting_maps(layout: torch.memory_format) -> None:
     one, two = (torch.randn(4, c, 5, 6).to(memory_format=layout) for c in (3, 7))
-    first, second = (OffloadedMap.joined([OffloadedMap.of(x[:2]), OffloadedMap.of(x[2:])]) for x in (one, two))
+    first, second = (OffloadedMap.join([OffloadedMap.park(x[:2]), OffloadedMap.park(x[2:])]) for x in (one, two))
     assert first.shape == one.shape and first.dtype == one.dtype and first.ndim == 4 and first.size(1) == 3
-    assert torch.equal(first.fetched(), one)
+    assert torch.equal(first.fetch_tensor(), one)
     both = torch.cat([first, second], dim=1)
     assert isinstance(both, OffloadedMap)
     whole = torch.cat([one, two], dim=1)
-    assert torch.equal(both.fetched(), whole) and both.fetched().stride() == whole.stride()
+    assert torch.equal(both.fetch_tensor(), whole) and both.fetch_tensor().stride() == whole.stride()
     half = both.pictures(2, 4)
-    assert isinstance(half, OffloadedMap) and torch.equal(half.fetched(), whole[2:])
+    assert isinstance(half, OffloadedMap) and torch.equal(half.fetch_tensor(), whole[2:])
     assert torch.equal(both.pictures(1, 3), whole[1:3])
     assert torch.equal(torch.cat([first, two], dim=1), whole)
-    assert torch.equal(torch.cat([first, OffloadedMap.of(two)], dim=1), whole)
+    assert torch.equal(torch.cat([first, OffloadedMap.park(two)], dim=1), whole)
     assert torch.equal(torch.cat([first, first]), torch.cat([one, one]))
     assert torch.equal(nn.functional.silu(first), nn.functional.silu(one))
     assert torch.equal(first * 2, one * 2) and torch.equal(first[:, :2], one[:, :2])
     for total in (first + one, one + first, first + first):
-        assert torch.equal(total.fetched() if isinstance(total, OffloadedMap) else total, one + one)
+        assert torch.equal(total.fetch_tensor() if isinstance(total, OffloadedMap) else total, one + one)
     with pytest.raises(AttributeError, match="in place"):
         first.add_(1)
 
 
 def test_changes_of_a_waiting_map_reach_all_who_hold_it() -> None:
     tensor = torch.randn(2, 3, 4, 5)
-    map_ = skip = OffloadedMap.of(tensor)
+    map_ = skip = OffloadedMap.park(tensor)
     map_ += torch.ones(2, 3, 4, 5)
-    assert map_ is skip and torch.equal(skip.fetched(), tensor + 1)
+    assert map_ is skip and torch.equal(skip.fetch_tensor(), tensor + 1)
     map_[:, :1] = map_[:, :1] * 2
-    assert torch.equal(skip.fetched()[:, :1], (tensor + 1)[:, :1] * 2)
-    assert torch.equal(skip.fetched()[:, 1:], (tensor + 1)[:, 1:])
+    assert torch.equal(skip.fetch_tensor()[:, :1], (tensor + 1)[:, :1] * 2)
+    assert torch.equal(skip.fetch_tensor()[:, 1:], (tensor + 1)[:, 1:])
 
 
 def test_kept_weights_come_once() -> None:

@@ -20,7 +20,7 @@ from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import ConflictError
 from sd_lowvram.hooks.numbers.precision import arithmetic
 from sd_lowvram.hooks.offers import Target
-from sd_lowvram.hooks.registry import offered
+from sd_lowvram.hooks.registry import list_offers
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.planning.plan import Plan
@@ -128,4 +128,4 @@ def test_weights_that_the_host_moves_are_there_once(tmp_path: Path) -> None:
 def test_no_plan_takes_fp16_for_what_was_made_for_bf16(pipe: Any, loaded: torch.dtype, offered_types: Any) -> None:
     anatomy = anatomy_of(pipe().to(loaded))
     target = Target(anatomy, torch.device("cuda"), profile("rtx3060"), 1, Settings(), approximate=True)
-    assert {offer.knobs["precision"] for offer in offered(target) if "precision" in offer.knobs} == offered_types
+    assert {offer.knobs["precision"] for offer in list_offers(target) if "precision" in offer.knobs} == offered_types

@@ -17,7 +17,7 @@ from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.hooks.offers import Target
 from sd_lowvram.hooks.pieces import vae_exact
-from sd_lowvram.hooks.registry import offered
+from sd_lowvram.hooks.registry import list_offers
 from sd_lowvram.memory.repeats import representative_pieces, representatives
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.options import ladder
@@ -97,7 +97,7 @@ def levels() -> list[Settings]:
     """Every level of what the hooks offer to run a UNet with less."""
     unet = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), device="meta", only=("unet",)))
     target = Target(unet, torch.device("cpu"), profile("rtx2070"), 1, Settings(), False)
-    return [Settings(), *(Settings(**level) for level in ladder(offered(target)).values())]
+    return [Settings(), *(Settings(**level) for level in ladder(list_offers(target)).values())]
 
 
 LEVELS = levels()

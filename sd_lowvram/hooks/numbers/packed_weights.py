@@ -60,10 +60,10 @@ def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -
     if compiles:
         packed.provide_operator()
     for conv in layers:
-        around = functools.partial(_run_packed, copies) if compiles else functools.partial(copies.called, conv)
+        around = functools.partial(_run_packed, copies) if compiles else functools.partial(copies.run_convolution, conv)
         yield wrap(conv, "_conv_forward", around, "packed_weights")
     for name, component in anatomy.components.items():
-        entered = copies.entered_by_code if compiles else copies.entered
+        entered = copies.entered_by_code if compiles else copies.enter_call
         taking = entered if name == anatomy.denoiser else copies.elsewhere
         for entry in anatomy.entries[name]:
             yield wrap(component, entry, taking, "packing")
@@ -116,7 +116,7 @@ class _Copies:
         self._made: dict[nn.Conv2d, tuple[Any, Tensor]] = {}
         self._shape: Any = None
 
-    def entered(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def enter_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around a call of the denoiser: copies are there before its first layer runs, as they are at later steps."""
         maps = (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.dim() == 4)
         x = next(maps, None)
@@ -137,7 +137,7 @@ class _Copies:
             with packed.provide_copies({conv.weight.data_ptr(): entry[1] for conv, entry in self._made.items()}):
                 return original(*args, **kwargs)
 
-        return self.entered(run, *args, **kwargs)
+        return self.enter_call(run, *args, **kwargs)
 
     def _keep(self, module: nn.Module, shape: tuple[int, int, int]) -> None:
         batch, *sides = shape
@@ -150,7 +150,7 @@ class _Copies:
         self._made[conv] = contents([weight]), copy
         return copy
 
-    def called(
+    def run_convolution(
         self,
         conv: nn.Conv2d,
         original: Callable[..., Tensor],
@@ -180,7 +180,7 @@ def _run_packed(
     """Around what a convolution does, where it may be compiled: of no layer, so that equal ones share their code."""
     conv = original.__self__
     if not torch.compiler.is_compiling() or args or kwargs:
-        return copies.called(conv, original, x, weight, bias, *args, **kwargs)
+        return copies.run_convolution(conv, original, x, weight, bias, *args, **kwargs)
     how = (list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups)
     result: Tensor = torch.ops.sd_lowvram.convolve_kept(x, weight, bias, *how)
     return result

@@ -174,7 +174,7 @@ def arithmetic(anatomy: Anatomy, name: str, settings: Settings) -> Arithmetic:
     )
 
 
-def widened(settings: Settings) -> Settings:
+def widen_settings(settings: Settings) -> Settings:
     """``settings`` for a component that overflows in fp16, which its pipeline runs in fp32."""
     return dataclasses.replace(settings, precision="fp32")
 

@@ -163,12 +163,12 @@ class _Stored:
         # Where autograd follows the whole call, the engine puts copies in place of weights.
         copied = layer.weight is not self._weight
         if copied or needs_graph(layer, args, kwargs) or (self._trained and torch.is_grad_enabled()):
-            with exchange_weights(layer, [layer.weight], functools.partial(self._followed, self._scale)):
+            with exchange_weights(layer, [layer.weight], functools.partial(self._widen_followed, self._scale)):
                 return original(*args, **kwargs)
         with lend_to_call([self._weight], self._widen):
             return original(*args, **kwargs)
 
-    def _followed(self, scale: Tensor, weight: Tensor) -> Tensor:
+    def _widen_followed(self, scale: Tensor, weight: Tensor) -> Tensor:
         """The widened weight for a call that autograd follows."""
         data = weight.detach()
         wide = data if data.is_floating_point() else widen(data, scale.to(data.device))

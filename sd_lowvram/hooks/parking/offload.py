@@ -159,7 +159,7 @@ def single_layers(settings: Settings) -> ResidencyPolicy:
     return ResidencyPolicy("layer", split=bool(settings.split_layers))
 
 
-def without_spare_buffer(settings: Settings, needed: Callable[[], int]) -> Settings:
+def trim_buffer(settings: Settings, needed: Callable[[], int]) -> Settings:
     """``settings`` with a buffer of at most ``needed()`` bytes for blocks: a larger one gives the same run."""
     if settings.weights_mib is None or settings.offload != "blocks":
         return settings

@@ -33,12 +33,12 @@ class OffloadedMap:
         self.dtype, self.device = first.dtype, first.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> OffloadedMap:
+    def park(cls, tensor: Tensor) -> OffloadedMap:
         """Park ``tensor`` (N, C, H, W) in pieces; the caller drops it."""
         return cls([[send(tensor)]])
 
     @classmethod
-    def joined(cls, parts: Sequence[OffloadedMap]) -> OffloadedMap:
+    def join(cls, parts: Sequence[OffloadedMap]) -> OffloadedMap:
         """The pictures of all ``parts``, one after the other; nothing is copied."""
         return cls([row for part in parts for row in part._pieces])
 
@@ -50,9 +50,9 @@ class OffloadedMap:
         ends = [0, *itertools.accumulate(self._counts())]
         if start in ends and stop in ends:
             return OffloadedMap(self._pieces[ends.index(start) : ends.index(stop)])
-        return self.fetched()[start:stop]
+        return self.fetch_tensor()[start:stop]
 
-    def fetched(self) -> Tensor:
+    def fetch_tensor(self) -> Tensor:
         """The tensor, new on the device."""
         if len(self._pieces) == len(self._pieces[0]) == 1:
             return fetch(self._pieces[0][0])
@@ -71,11 +71,11 @@ class OffloadedMap:
         assert out is not None
         return out
 
-    def recalled(self) -> Tensor:
+    def recall_tensor(self) -> Tensor:
         """Return the tensor for reading: the original one while it has not left the device."""
-        return self._pieces[0][0].recall() if len(self._pieces) == len(self._pieces[0]) == 1 else self.fetched()
+        return self._pieces[0][0].recall() if len(self._pieces) == len(self._pieces[0]) == 1 else self.fetch_tensor()
 
-    def last_is_there(self) -> bool:
+    def is_last_there(self) -> bool:
         """True if its last pictures have not left the device."""
         return self._pieces[-1][0].is_there
 
@@ -90,10 +90,10 @@ class OffloadedMap:
         """A sum that waits too: a ControlNet's residual is added to every skip long before it is used."""
         sums = []
         for start, stop in itertools.pairwise([0, *itertools.accumulate(self._counts())]):
-            mine, theirs = fetched(self.pictures(start, stop)), pictures(other, len(self), start, stop)
-            sums.append(OffloadedMap.of(mine + fetched(theirs)))
+            mine, theirs = fetch_value(self.pictures(start, stop)), pictures(other, len(self), start, stop)
+            sums.append(OffloadedMap.park(mine + fetch_value(theirs)))
             del mine, theirs
-        return OffloadedMap.joined(sums)
+        return OffloadedMap.join(sums)
 
     __radd__ = __add__
 
@@ -103,7 +103,7 @@ class OffloadedMap:
         return self
 
     def __mul__(self, other: Any) -> Tensor:
-        product: Tensor = self.fetched() * fetched(other)
+        product: Tensor = self.fetch_tensor() * fetch_value(other)
         return product
 
     __rmul__ = __mul__
@@ -112,19 +112,19 @@ class OffloadedMap:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.fetched()[index]
+        return self.fetch_tensor()[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        tensor = self.fetched()
-        tensor[index] = fetched(value)
-        self._become(OffloadedMap.of(tensor))
+        tensor = self.fetch_tensor()
+        tensor[index] = fetch_value(value)
+        self._become(OffloadedMap.park(tensor))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         if name.endswith("_"):
             raise AttributeError(f"a map that waits in host memory cannot be changed in place by {name}()")
-        return getattr(self.fetched(), name)
+        return getattr(self.fetch_tensor(), name)
 
     def _become(self, other: OffloadedMap) -> None:
         self._pieces, self.dtype = other._pieces, other.dtype
@@ -135,7 +135,7 @@ class OffloadedMap:
         lazy = _concatenate(*args, **kwargs) if func is torch.cat else None
         if lazy is not None:
             return lazy
-        args, kwargs = tree_map(fetched, (args, kwargs))
+        args, kwargs = tree_map(fetch_value, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -153,14 +153,14 @@ def _concatenate(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> Of
     )
 
 
-def fetched(value: Any) -> Any:
+def fetch_value(value: Any) -> Any:
     """``value``, or the tensor that it replaces."""
-    return value.fetched() if isinstance(value, OffloadedMap) else value
+    return value.fetch_tensor() if isinstance(value, OffloadedMap) else value
 
 
-def recalled(value: Any) -> Any:
-    """Like :func:`fetched`, for reading only."""
-    return value.recalled() if isinstance(value, OffloadedMap) else value
+def recall_value(value: Any) -> Any:
+    """Like :func:`fetch_value`, for reading only."""
+    return value.recall_tensor() if isinstance(value, OffloadedMap) else value
 
 
 def pictures(value: Any, batch: int, start: int, stop: int) -> Any:

@@ -20,7 +20,7 @@ from ...settings import Settings
 from ...weights import needs_graph
 from ..arguments import change_tensors
 from ..offers import Offer, OfferKind, Target
-from .offloaded_tensor import OffloadedMap, recalled
+from .offloaded_tensor import OffloadedMap, recall_value
 
 
 def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -57,8 +57,10 @@ def offers(target: Target) -> Iterator[Offer]:
 
 
 def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = change_tensors(args, kwargs, recalled)  # only for reading: modules do not write to inputs
+    args, kwargs = change_tensors(args, kwargs, recall_value)  # only for reading: modules do not write to inputs
     result = original(*args, **kwargs)
     if not parks or needs_graph(module, args, kwargs):
         return result
-    return tree_map(lambda leaf: OffloadedMap.of(leaf) if isinstance(leaf, Tensor) and leaf.ndim == 4 else leaf, result)
+    return tree_map(
+        lambda leaf: OffloadedMap.park(leaf) if isinstance(leaf, Tensor) and leaf.ndim == 4 else leaf, result
+    )

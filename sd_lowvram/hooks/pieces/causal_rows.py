@@ -108,11 +108,11 @@ class _InTurn:
     def __call__(self, x: Tensor | None, turn: Turn, start: int = 0) -> Tensor | None:
         for number in range(start, len(self._layers)):
             if self._most and x is not None and x.shape[_ROWS] > self._most[number]:
-                return self._in_parts(x, turn, number)
+                return self._run_parts(x, turn, number)
             x = self._layers[number](x, turn)
         return x
 
-    def _in_parts(self, x: Tensor, turn: Turn, number: int) -> Tensor | None:
+    def _run_parts(self, x: Tensor, turn: Turn, number: int) -> Tensor | None:
         parts = -(-x.shape[_ROWS] // self._most[number])
         results = []
         for part, rows in enumerate(x.tensor_split(parts, _ROWS)):

@@ -131,7 +131,7 @@ class _JoinedOutput:
 
     def result(self) -> Any:
         joined = [
-            OffloadedMap.joined([leaf[number] for number in sorted(leaf)]) if isinstance(leaf, dict) else leaf
+            OffloadedMap.join([leaf[number] for number in sorted(leaf)]) if isinstance(leaf, dict) else leaf
             for leaf in self._leaves
         ]
         return tree_unflatten(joined, self._structure)

@@ -69,7 +69,7 @@ def _keys_of(
     parts: JointBlock, original: Callable[..., Any], arguments: dict[str, Any], rows: list[Rows]
 ) -> list[Keys] | None:
     """Keys and values of all tokens for each attention; None if one of them was not called."""
-    whole = [_Joined(rows[-1].stop, rows[0].texts if number == 0 else 0, parts.text_last) for number in _each(parts)]
+    whole = [_Joined(rows[-1].stop, rows[0].texts if number == 0 else 0, parts.text_last) for number in _streams(parts)]
     with _answering((*parts.queries(), *parts.besides)):
         for some in representative_pieces(rows, arguments[parts.picture]):
             calls = _Calls(len(whole))
@@ -82,7 +82,7 @@ def _keys_of(
     return [whole_keys.result() for whole_keys in whole]
 
 
-def _each(parts: JointBlock) -> range:
+def _streams(parts: JointBlock) -> range:
     return range(len(parts.attentions))
 
 

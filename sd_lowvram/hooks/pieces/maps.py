@@ -103,7 +103,7 @@ class Overwritten:
     def dtype(self) -> torch.dtype:
         return self.map.dtype
 
-    def written_to(self, row: int) -> None:
+    def mark_written(self, row: int) -> None:
         """Note that all rows above ``row`` were written, including strips that a trace left out."""
         self._written = row
 

@@ -50,7 +50,7 @@ class Operation:
 
 def _convolution(step: Conv) -> Operation:
     def run(strip: Strip, statistics: Statistics | None) -> Strip:
-        data = strip.x if statistics is None else statistics.activated(strip.x)
+        data = strip.x if statistics is None else statistics.activate(strip.x)
         return strip.shrunk(strip.convolve(step.conv, data))
 
     return Operation(run, step.norm)
@@ -67,7 +67,7 @@ def first_half(block: Residual, shift: Tensor | None = None, *facts: Tensor) -> 
 
     def run(strip: Strip, statistics: Statistics | None) -> Strip:
         assert statistics is not None
-        hidden = strip.convolve(block.conv1, statistics.activated(strip.x, block.act), *facts)
+        hidden = strip.convolve(block.conv1, statistics.activate(strip.x, block.act), *facts)
         hidden = hidden if shift is None else hidden + shift.to(hidden.dtype)
         return strip.shrunk(strip.inner(strip.x), hidden)
 
@@ -85,7 +85,7 @@ def second_half(block: Residual, *facts: Tensor) -> Operation:
     def run(strip: Strip, statistics: Statistics | None) -> Strip:
         assert statistics is not None and strip.hidden is not None
         hidden, strip.hidden = strip.hidden, None
-        result = strip.convolve(block.conv2, statistics.activated(hidden, block.act), *facts)
+        result = strip.convolve(block.conv2, statistics.activate(hidden, block.act), *facts)
         del hidden
         return strip.shrunk(_join(block, strip.inner(strip.x), result))
 

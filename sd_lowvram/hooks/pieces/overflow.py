@@ -73,10 +73,10 @@ class OverflowCheck:
         """
         if self._plans:
             with exclude_from_counts():
-                self._in_float32(compute, start, min(stop, start + piece(start, stop)), final)
+                self._compute_float32(compute, start, min(stop, start + piece(start, stop)), final)
         if self._kept_in != self._dtype:
             self._widened += 1
-            return self._in_float32(compute, start, stop, final)
+            return self._compute_float32(compute, start, stop, final)
         result = compute(start, stop, False)
         if not self.looks or is_finite(result):
             return result
@@ -92,7 +92,7 @@ class OverflowCheck:
         if self._dtype != torch.float16:
             raise self._refusal(f"rows {start} to {stop}")
         self._widened += 1
-        return self._in_float32(compute, start, stop, final)
+        return self._compute_float32(compute, start, stop, final)
 
     def whole(self, compute: Callable[[bool], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Like :meth:`rows`, for a whole map; ``compute`` gets True for float32.
@@ -117,7 +117,7 @@ class OverflowCheck:
         with compute_in_float32(self._device):
             return compute(True)
 
-    def _in_float32(self, compute: Rows, start: int, stop: int, final: bool) -> Tensor:
+    def _compute_float32(self, compute: Rows, start: int, stop: int, final: bool) -> Tensor:
         """Compute rows in float32, and return them in the type of the maps."""
         out: Tensor | None = None
         step = piece(start, stop)

@@ -119,7 +119,7 @@ def _second_pass(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span],
     inside = Overwritten(Map(hidden), 1, wraps)
 
     def strip(start: int, stop: int) -> Tensor:
-        inside.written_to(start)
+        inside.mark_written(start)
         part = run_strip([half], [after], (Map(x), inside), (start, stop), wraps)
         inside.keep(slice(start, stop))
         return part
@@ -141,4 +141,4 @@ def _map_facts(
         return ()
     with hold_weights():
         cut = (image.narrow(2, start, stop - start) for start, stop in representative_pieces(pieces, image))
-        return (inner.over_map(block.act(statistics.normalised(strip)) for strip in cut),)
+        return (inner.over_map(block.act(statistics.normalise(strip)) for strip in cut),)

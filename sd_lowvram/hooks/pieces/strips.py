@@ -131,22 +131,22 @@ class Statistics:
             self._affine = scale.view(-1, channels, 1, 1), shift.view(-1, channels, 1, 1)
         return self._affine
 
-    def normalised(self, strip: Tensor) -> Tensor:
+    def normalise(self, strip: Tensor) -> Tensor:
         """The normalised rows ``strip`` (N, C, rows, W), with the statistics of the whole map. A new tensor.
 
         The arithmetic is done in float32 or wider and rounded once, as torch's own kernels do.
         """
-        return self._by_the_layer(strip)
+        return self._run_layer(strip)
 
-    def activated(self, strip: Tensor, act: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    def activate(self, strip: Tensor, act: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
         """The activation, SiLU or another one, of the normalised rows; a new tensor."""
         if act is not F.silu:
-            return act(self.normalised(strip))
+            return act(self.normalise(strip))
         if self._fused and takes(strip):
-            return self._by_the_layer(strip, silu=True)
-        return F.silu(self.normalised(strip), inplace=True)
+            return self._run_layer(strip, silu=True)
+        return F.silu(self.normalise(strip), inplace=True)
 
-    def _by_the_layer(self, strip: Tensor, silu: bool = False) -> Tensor:
+    def _run_layer(self, strip: Tensor, silu: bool = False) -> Tensor:
         with Answered({F.group_norm: functools.partial(self._group_norm, silu)}):
             result: Tensor = self.norm(strip)
         return result

@@ -85,12 +85,12 @@ def _run_in_chunks(
 
     attended = out
 
-    def fed(start: int, stop: int) -> Tensor:
+    def feed(start: int, stop: int) -> Tensor:
         part = attended[:, start:stop]
         fed_forward: Tensor = parts.feed_forward(parts.norm(part))
         return fed_forward + part
 
-    return assemble(fed, pieces, 1, tokens, out)
+    return assemble(feed, pieces, 1, tokens, out)
 
 
 def _merges(block: Any) -> bool:
@@ -106,12 +106,12 @@ def _attend(parts: TokenAttention, tokens: Tensor, out: Tensor | None, pieces: l
     else:
         keys, values = parts.to_k(parts.context), parts.to_v(parts.context)
 
-    def attended(start: int, stop: int) -> Tensor:
+    def attend(start: int, stop: int) -> Tensor:
         part = tokens[:, start:stop]
         return parts.attend(parts.norm(part), keys) + part
 
     with _answering(parts.to_k, keys), _answering(parts.to_v, values):
-        return assemble(attended, pieces, 1, tokens, out)
+        return assemble(attend, pieces, 1, tokens, out)
 
 
 def _project(norm: nn.Module, projection: nn.Module, tokens: Tensor, pieces: list[Span]) -> Tensor:

@@ -287,7 +287,7 @@ class _StripPass:
 
         for number, (start, stop) in self._each(cuts, operations):
             if isinstance(sink, Overwritten):
-                sink.written_to(start)
+                sink.mark_written(start)
             part = self.watch.rows(compute, start, stop, final)
             if isinstance(sink, str):
                 sink = self._new((x.shape[0], part.shape[1], height, width), part, sink)
@@ -340,7 +340,7 @@ class _StripPass:
         values: Tensor | None = None
         for _, (start, stop) in self._each(cuts):
             strip = x.load(slice(start, stop))
-            tokens = _tokens(statistics.normalised(strip.float() if wide else strip))
+            tokens = _tokens(statistics.normalise(strip.float() if wide else strip))
             key, value_ = step.to_k(tokens), step.to_v(tokens)
             if wide:
                 key, value_ = key.bfloat16(), value_.bfloat16()
@@ -364,7 +364,7 @@ class _StripPass:
         strip = x.load(slice(start, stop))
         strip = strip.float() if wide else strip
         keys, values = held
-        queries = _heads(step.to_q(_tokens(statistics.normalised(strip))), step.heads)
+        queries = _heads(step.to_q(_tokens(statistics.normalise(strip))), step.heads)
         mixed: Tensor = fused_softmax(queries.to(keys.dtype), keys, values, score_bytes=self.strip_bytes)
         del queries
         mixed = mixed.float() if wide else mixed

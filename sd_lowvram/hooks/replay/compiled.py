@@ -176,7 +176,7 @@ class _Kinds:
         """The replacement for the forward of ``module``."""
         kind = _kind(module)
         self._kinds.add(kind)
-        return functools.partial(self._called, module, kind)
+        return functools.partial(self._call_module, module, kind)
 
     def entered(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a call of the component; log what is compiled after the first call."""
@@ -195,7 +195,9 @@ class _Kinds:
             self._shapes.add(tuple(leaf.shape for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)))
         return result
 
-    def _called(self, module: nn.Module, kind: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_module(
+        self, module: nn.Module, kind: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if self._failed or not _runs((args, kwargs)) or needs_graph(module, args, kwargs):
             return original(*args, **kwargs)
         if kind not in self._met:

@@ -127,11 +127,11 @@ class _Recordings(CapturedCalls):
             # Outside inference mode no inference tensor can be written to.
             with torch.inference_mode(False), torch.no_grad():
                 leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
-            graph, results, spec = self._recorded(call, leaves)
+            graph, results, spec = self._record(call, leaves)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return lambda tensors: self._replayed(device, inputs, tensors, graph, results, spec)
+        return lambda tensors: self._replay(device, inputs, tensors, graph, results, spec)
 
-    def _recorded(self, call: Call, leaves: list[Any]) -> tuple[Any, list[Any], Any]:
+    def _record(self, call: Call, leaves: list[Any]) -> tuple[Any, list[Any], Any]:
         graph = torch.cuda.CUDAGraph()
         had_cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a replay would read casts of weights that autocast has freed
@@ -142,7 +142,7 @@ class _Recordings(CapturedCalls):
             torch.set_autocast_cache_enabled(had_cache)
         return graph, results, spec
 
-    def _replayed(
+    def _replay(
         self,
         device: torch.device,
         inputs: list[Tensor],
