@@ -159,7 +159,7 @@ def run(
     found, left_out = rungs(source, device, bool(packable(anatomy_of(unet))))
     rows, plain = [], copy.deepcopy(unet)
     with new_machine():
-        for rung in progress.counted("rungs", found):
+        for rung in progress.report_each("rungs", found):
             rows.append(_row(rung, plain, unet, given, pairs, device))
     shared = {"source": source, "size": size, "pairs": pairs, "rows": rows, "left_out": left_out}
     report = facts(None if model == "demo" else model, **shared)

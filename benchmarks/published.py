@@ -142,7 +142,7 @@ def predicted_times(name: str, sizes: Iterable[Size]) -> dict[Size, PredictedTim
     Landscape and portrait take equally long.
     """
     sizes, found = list(sizes), {}
-    for height, width in progress.counted("sizes", sorted({(min(size), max(size)) for size in sizes})):
+    for height, width in progress.report_each("sizes", sorted({(min(size), max(size)) for size in sizes})):
         shape = {"width": width, "height": height, "steps": _SAMPLES}
         found[height, width] = _predicted(name, Settings.policy(name), _CARD, **shape)
     return {size: found[min(size), max(size)] for size in sizes}
@@ -171,7 +171,7 @@ def reached() -> list[dict[str, Any]]:
             "published": seconds,
             "predicted": predicted_times(name, [(side, side)])[side, side].seconds,
         }
-        for name, side, seconds in progress.counted("largest pictures", REACHED)
+        for name, side, seconds in progress.report_each("largest pictures", REACHED)
     ]
 
 
@@ -277,7 +277,7 @@ def speeds() -> list[dict[str, Any]]:
         }
         return {"card": card, "attention": kind, "published": published[card][kind], **told}
 
-    return [row_of(card, kind) for card in progress.counted("cards", list(published)) for kind in _KINDS]
+    return [row_of(card, kind) for card in progress.report_each("cards", list(published)) for kind in _KINDS]
 
 
 def out_of_order(rows: Sequence[dict[str, Any]], told: str) -> list[str]:

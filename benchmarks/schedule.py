@@ -78,7 +78,7 @@ def run(
     if unknown:
         raise BadInputError(f"--model {unknown[0]!r} is none of {', '.join(NAMES)}")
     wanted = [(model, size) for model in models for size in _sizes(model, width, height)]
-    rows = [row for model, size in progress.counted("schedule", wanted) for row in table(model, *size, cards)]
+    rows = [row for model, size in progress.report_each("schedule", wanted) for row in table(model, *size, cards)]
     return written({"rows": [dataclasses.asdict(row) for row in rows]}, lines, out)
 
 

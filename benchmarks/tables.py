@@ -207,7 +207,7 @@ def filled(
     report = begun(asked, out)
     missing = [case for case in cases if not any(case.items() <= row.items() for row in report["rows"])]
     made = begin_rows(report) if missing else {}
-    for case in progress.counted(what, missing):
+    for case in progress.report_each(what, missing):
         report["rows"].append({**case, **measure(**case), "made": made})
         if out is not None:
             write_json(report, out.with_suffix(".json"))

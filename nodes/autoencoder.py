@@ -27,7 +27,7 @@ from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.request import Request
 from ..sd_lowvram.planning.stages import scale_factor
-from ..sd_lowvram.session import Attachment, entered, prepare
+from ..sd_lowvram.session import Attachment, enter_hooks, prepare
 from ..sd_lowvram.settings import Settings
 from . import host
 from .interfaces import HostVAE
@@ -236,7 +236,7 @@ class _Autoencoder:
         attachment = self._ready[wanted, device]
         with contextlib.ExitStack() as stack:
             stack.enter_context(host.disable_compiler())
-            stack.enter_context(entered(model, attachment))
+            stack.enter_context(enter_hooks(model, attachment))
             run = stack.enter_context(measured(model)) if host.is_watched(device) else None
             stack.enter_context(
                 self.record.weights_of(stage, getattr(vae, "patcher", None), room_for_weights(plan, stage))

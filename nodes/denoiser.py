@@ -26,7 +26,7 @@ from ..sd_lowvram.planning.fallback import Shortage, leaner, shortage
 from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.stages import native_size, scale_factor
-from ..sd_lowvram.session import Attachment, entered, prepare
+from ..sd_lowvram.session import Attachment, enter_hooks, prepare
 from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.units import format_size
 from . import host
@@ -323,7 +323,7 @@ class Denoiser:
             settings = dataclasses.replace(settings, **dict.fromkeys(_ATTENTION))
         attachment = self._prepare_hooks(unet, attachable(settings).of_stage("denoise"))
         self._clock.record_call(self._size_of(x.shape))
-        with self._record_largest(unet, x), entered(unet, attachment):
+        with self._record_largest(unet, x), enter_hooks(unet, attachment):
             self.record.sites = dict(attachment.sites)
             out = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         if attachment.runs_uncompiled is not None:

@@ -28,9 +28,9 @@ from .planning.plan import FallbackStep, Plan
 from .planning.replan import exchanges, watch_calls, watch_sizes
 from .planning.request import DEFAULT_STEPS, Request, RunOptions, request_for
 from .planning.search import make_plan
-from .progress import happened
+from .progress import log_event
 from .session import Attachment, anatomy_of, attach, attached, attachments, restore
-from .settings import Settings, stated
+from .settings import Settings, check_settings
 from .streaming.host_weights import host_budget
 from .tracing.rehearsal import fill_call, rehearse
 from .units import parse_size
@@ -65,10 +65,10 @@ def plan(
     Raises:
         BudgetError, BadInputError: as :func:`optimize`.
     """
-    fixed = stated(settings)
+    fixed = check_settings(settings)
     run: RunOptions = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
     request = _request(target, fixed, vram, ram, device, run, guided, call)
-    return make_plan(anatomy_of(target, fixed, request.rehearsal), request, fixed, _whether(approximate))
+    return make_plan(anatomy_of(target, fixed, request.rehearsal), request, fixed, _check_flag(approximate))
 
 
 def optimize(
@@ -125,10 +125,10 @@ def optimize(
         BadInputError: a target, size, number, device or budget that cannot be used.
         NoSiteError, ConflictError: see :func:`attached`.
     """
-    fixed = stated(settings)
+    fixed = check_settings(settings)
     run: RunOptions = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
     request = _request(target, fixed, vram, ram, device, run, guided, call)
-    return attach_plan_for(target, request, fixed, _whether(approximate))
+    return attach_plan_for(target, request, fixed, _check_flag(approximate))
 
 
 def attach_plan_for(
@@ -256,7 +256,7 @@ def _plan_of(target: Any) -> Plan:
 def _leaner(anatomy: Anatomy, plan: Plan, short: Shortage, settings: Settings) -> Plan:
     """Return the next plan like :func:`leaner`, and log it."""
     lean = leaner(plan, short, settings, functools.partial(make_plan, anatomy, least=False))
-    happened(__name__, lean.fallback_steps[-1].told)
+    log_event(__name__, lean.fallback_steps[-1].told)
     return lean
 
 
@@ -283,7 +283,7 @@ def max_size(
         BadInputError: as :func:`optimize`.
     """
     request = _request(target, None, vram, ram, device, {"batch": batch})
-    return largest_plans(anatomy_of(target), request, stated(settings), _whether(approximate))
+    return largest_plans(anatomy_of(target), request, check_settings(settings), _check_flag(approximate))
 
 
 def decode(
@@ -394,7 +394,7 @@ def _run(
     size: RunOptions,
 ) -> Tensor:
     """``call`` of the autoencoder of ``anatomy`` with ``tensor``, a picture of ``size``, within a budget."""
-    vae, fixed = anatomy.vae, stated(settings)
+    vae, fixed = anatomy.vae, check_settings(settings)
     assert vae is not None
     half = any(tensor.dtype == torch.float16 for tensor in vae.parameters())
     if half and force_upcast(anatomy, anatomy.autoencoder or ""):
@@ -423,7 +423,7 @@ def _request(
     call: Mapping[str, Any] | None = None,
 ) -> Request:
     """The request of a call of ours; what is not stated is as the target itself runs."""
-    anatomy = _anatomy(target, settings, run, _whether(guided, "guided"), call)
+    anatomy = _anatomy(target, settings, run, _check_flag(guided, "guided"), call)
     asked: RunOptions = {
         **run,
         "vram": None if vram is None else parse_size(vram, "vram"),
@@ -477,7 +477,7 @@ def _rehearsal(target: Any, run: RunOptions, scale: Any, call: Mapping[str, Any]
     return record if record.rows else None
 
 
-def _whether(value: bool, name: str = "approximate") -> bool:
+def _check_flag(value: bool, name: str = "approximate") -> bool:
     if not isinstance(value, bool):
         raise BadInputError(f"{name} {value!r} must be True or False")
     return value

@@ -144,7 +144,7 @@ def place_of(kind: str, facts: Callable[[], Any]) -> Path | None:
     return folder / f"{digest[:32]}.json"
 
 
-def remembered(place: Path | None) -> Any:
+def recall(place: Path | None) -> Any:
     """Return what :func:`remember` wrote to ``place``; None if the file is missing or damaged."""
     if place is None or (data := read_private(place)) is None:
         return None

@@ -135,25 +135,25 @@ def find() -> None:
             return
         _found.set()  # those who register may ask for knobs themselves
         for door in sorted(Path(__file__).parent.glob("*/door.py")):
-            _tried(door.parent.name, functools.partial(importlib.import_module, f"{_PACKAGE}.{door.parent.name}.door"))
+            _try(door.parent.name, functools.partial(importlib.import_module, f"{_PACKAGE}.{door.parent.name}.door"))
         if _PACKAGE == GROUP:  # in a host an entry point would import a second copy of the package
             from importlib.metadata import entry_points
 
             for point in entry_points(group=GROUP):
-                _tried(point.value, functools.partial(_entered, point))
+                _try(point.value, functools.partial(_run_entry_point, point))
 
 
-def registered() -> dict[str, list[str]]:
+def registered_names() -> dict[str, list[str]]:
     """Names of everything that is registered, by kind."""
     find()
     return {kind: sorted(added) for kind, added in _PLACES.items()}
 
 
-def _entered(point: Any) -> None:
+def _run_entry_point(point: Any) -> None:
     point.load()()
 
 
-def _tried(name: str, call: Callable[[], Any]) -> None:
+def _try(name: str, call: Callable[[], Any]) -> None:
     try:
         call()
     except Exception as error:

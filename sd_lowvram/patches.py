@@ -196,7 +196,7 @@ def roles_of(owner: Any) -> tuple[tuple[str, str, str], ...]:
     return tuple((slot.attribute, patch.hook, patch.role) for slot in slots for patch in slot.patches)
 
 
-def unpatched(owner: Any) -> dict[str, Any]:
+def unpatched_attributes(owner: Any) -> dict[str, Any]:
     """Attributes of ``owner`` without our patches."""
     own = dict(vars(owner))
     own.pop(RECORD, None)

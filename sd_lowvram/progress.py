@@ -36,7 +36,7 @@ def report(stage: str, done: int, total: int) -> None:
         callback(stage, done, total)
 
 
-def counted(stage: str, items: Collection[Item]) -> Iterator[Item]:
+def report_each(stage: str, items: Collection[Item]) -> Iterator[Item]:
     """Yield ``items`` one after the other, with a report before the first and after each.
 
     Args:
@@ -63,8 +63,8 @@ def listen(callback: Callback) -> Iterator[None]:
         _listeners.reset(token)
 
 
-def happened(module: str, sentence: str) -> None:
-    """Log ``sentence`` as a warning of the logger ``module``, or pass it to the listener of :func:`heard`.
+def log_event(module: str, sentence: str) -> None:
+    """Log ``sentence`` as a warning of the logger ``module``, or pass it to the listener of :func:`capture_events`.
 
     The message begins with the module's name, because many programs show the bare message, and so does Python by
     default.
@@ -80,7 +80,7 @@ def happened(module: str, sentence: str) -> None:
 
 
 @contextmanager
-def heard(hear: Callable[[str], None]) -> Iterator[None]:
+def capture_events(hear: Callable[[str], None]) -> Iterator[None]:
     """Call ``hear(sentence)`` for events of this thread within the block, in place of the log.
 
     An exception of ``hear`` is raised in the run.

@@ -31,7 +31,7 @@ from .models.anatomy import Anatomy
 from .models.recorded import Rehearsal
 from .models.support import run_pipeline_on, unsupported_error
 from .patches import RECORD, Change, Patch, carries_hooks, refuse_conflicts, set_patch, wrap
-from .settings import Settings, stated
+from .settings import Settings, check_settings
 from .streaming.timing import StepTiming
 
 
@@ -82,7 +82,7 @@ class Attachment:
             for step in self._steps:
                 self._undo.append(step.apply() if isinstance(step, Change) else set_patch(step))
                 self.sites[step.hook] = self.sites.get(step.hook, 0) + 1
-            self.add(self._in_turn())
+            self.add(self._thread_patches())
             buffers = contextlib.ExitStack()
             buffers.enter_context(PINNED_BUFFERS.keep())
             self._undo.append(buffers.close)
@@ -98,16 +98,16 @@ class Attachment:
         """
         self._undo.extend(set_patch(patch) for patch in patches)
 
-    def _in_turn(self) -> Iterator[Patch]:
+    def _thread_patches(self) -> Iterator[Patch]:
         hidden = bool(knobs_outside_graph(self.settings))
         for group in step_groups(self.anatomy, self.anatomy.components):
             begin = functools.partial(begin_stage, self.device, self if self.anatomy.denoiser in group else None)
             for name, component in group.items():
                 for entry in self.anatomy.entries[name]:
                     again = functools.partial(getattr, component, entry)
-                    limited = functools.partial(self._limited, name, entry)
-                    alone = functools.partial(self._alone, self._places(name), limited, begin, again)
-                    around = functools.partial(self._out_of_sight, is_compiling(), alone) if hidden else alone
+                    limited = functools.partial(self._limit, name, entry)
+                    alone = functools.partial(self._call_alone, self._places(name), limited, begin, again)
+                    around = functools.partial(self._call_outside_graph, is_compiling(), alone) if hidden else alone
                     yield wrap(component, entry, around, "threads")
 
     def modules(self) -> Iterable[nn.Module]:
@@ -128,10 +128,10 @@ class Attachment:
         on_cpu = self.settings.decoder_device == "cpu" and name == self.anatomy.autoencoder
         return {place_of(device) for device in (self.device, *([torch.device("cpu")] if on_cpu else []))}
 
-    def _limited(self, name: str, entry: str, inputs: Any) -> contextlib.AbstractContextManager[None]:
+    def _limit(self, name: str, entry: str, inputs: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.bound is None else self.bound.during(name, entry, inputs)
 
-    def _alone(
+    def _call_alone(
         self,
         places: Iterable[Place],
         limited: Callable[[Any], contextlib.AbstractContextManager[None]],
@@ -149,15 +149,15 @@ class Attachment:
                     return original(*args, **kwargs)
         return again()(*args, **kwargs)  # this has been taken off while the thread waited
 
-    def _out_of_sight(
+    def _call_outside_graph(
         self, is_compiling: Callable[[], bool], call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """``call``, and outside of its graph where somebody's torch.compile follows."""
         if is_compiling():
-            return exclude_from_graphs(self._uncompiled)(call, *args, **kwargs)
+            return exclude_from_graphs(self._call_uncompiled)(call, *args, **kwargs)
         return call(*args, **kwargs)
 
-    def _uncompiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_uncompiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.runs_uncompiled is None:
             names = ", ".join(knobs_outside_graph(self.settings))
             self.runs_uncompiled = (
@@ -253,7 +253,7 @@ def prepare(target: Any, settings: Settings, device: torch.device) -> Attachment
         device: device that computes.
 
     Returns:
-        The attachment, for :func:`entered`.
+        The attachment, for :func:`enter_hooks`.
 
     Raises:
         BadInputError, NoSiteError, SettingsError: as :func:`attached`.
@@ -264,7 +264,7 @@ def prepare(target: Any, settings: Settings, device: torch.device) -> Attachment
 
 
 @contextlib.contextmanager
-def entered(target: Any, attachment: Attachment) -> Iterator[None]:
+def enter_hooks(target: Any, attachment: Attachment) -> Iterator[None]:
     """Set an attachment from :func:`prepare` on ``target`` within the block; it may be entered any number of times.
 
     Other threads that call a hooked model on the same device wait until the block ends.
@@ -344,7 +344,7 @@ def attached(
         NoSiteError: a hook finds no site in the target.
         ConflictError: two hooks exclude each other.
     """
-    attachment = attach(target, stated(settings), device_of(device), timing)
+    attachment = attach(target, check_settings(settings), device_of(device), timing)
     try:
         yield attachment
     finally:

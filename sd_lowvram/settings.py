@@ -124,7 +124,7 @@ class Preset(Settings):
     A preset skips knobs without a site; plain Settings raise NoSiteError. dataclasses.replace keeps the class."""
 
 
-def stated(settings: Settings | None) -> Settings:
+def check_settings(settings: Settings | None) -> Settings:
     """Return a caller's ``settings``, or settings without decisions for None.
 
     Raises:
@@ -137,7 +137,7 @@ def stated(settings: Settings | None) -> Settings:
     raise SettingsError(f"expected Settings, got {settings!r}: give sd_lowvram.Settings({instead})")
 
 
-def _with_registered(declared: Any) -> Any:
+def _init_with_registered(declared: Any) -> Any:
     """``Settings.__init__``, which takes registered knobs by name as well."""
 
     @functools.wraps(declared)
@@ -151,7 +151,7 @@ def _with_registered(declared: Any) -> Any:
     return init
 
 
-Settings.__init__ = _with_registered(Settings.__init__)  # type: ignore[method-assign]
+Settings.__init__ = _init_with_registered(Settings.__init__)  # type: ignore[method-assign]
 
 
 def knobs() -> dict[str, Knob]:
@@ -192,7 +192,7 @@ def _declaring(*behaviours: Act) -> list[str]:
     return [name for name, knob in knobs().items() if not knob.acts.keys().isdisjoint(behaviours)]
 
 
-def implied(settings: Settings) -> Settings:
+def add_implied(settings: Settings) -> Settings:
     """``settings`` with the values that decided knobs imply for undecided ones."""
     for _, knob, _ in list(settings.decided()):
         settings = settings.filled(**knob.implies)

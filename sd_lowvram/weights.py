@@ -110,7 +110,7 @@ def room(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=wanted)
 
 
-def placed(out: Tensor | None, part: Tensor, dim: int, start: int, total: int) -> Tensor:
+def place_part(out: Tensor | None, part: Tensor, dim: int, start: int, total: int) -> Tensor:
     """Write ``part`` to ``out`` from ``start`` along ``dim``, and return ``out``.
 
     A new tensor with ``total`` elements along ``dim`` is made for a first part, or if ``out`` has another type or

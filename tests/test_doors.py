@@ -312,7 +312,7 @@ def test_a_strangers_attention_is_planned_run_listed_and_comes_off() -> None:
         assert 0 < tiny.relative_error(tiny.run(pipe, steps=1), before) < 0.1
         restore(pipe)
         assert torch.equal(tiny.run(pipe, steps=1), before)
-        assert knobs()["attention"].choices[-1] == "8bit" and doors.registered()["attention backend"] == ["8bit"]
+        assert knobs()["attention"].choices[-1] == "8bit" and doors.registered_names()["attention backend"] == ["8bit"]
         listed = {row["name"]: row["runs"] for row in examination.examine(probe=False)["attention"]}
         assert listed["8bit"] and available_backends(torch.device("cuda"))["8bit"] == "it is for processors"
         with pytest.raises(SettingsError, match="attention='8bit'"):

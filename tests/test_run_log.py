@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sd_lowvram.progress import happened, heard
+from sd_lowvram.progress import capture_events, log_event
 
 TELLS = "unet ran out of memory"
 RUN = """
@@ -46,12 +46,12 @@ def test_a_leaner_plan_is_told_once_on_the_console(logging: str, forked: Any, tm
 def test_who_listens_hears_in_place_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     outer: list[str] = []
     inner: list[str] = []
-    with heard(outer.append):
-        with heard(inner.append):
-            happened("sd_lowvram.hooks.pieces.overflow", "first")
-        happened("sd_lowvram.hooks.pieces.overflow", "second")
+    with capture_events(outer.append):
+        with capture_events(inner.append):
+            log_event("sd_lowvram.hooks.pieces.overflow", "first")
+        log_event("sd_lowvram.hooks.pieces.overflow", "second")
     assert (outer, inner, caplog.records) == (["second"], ["first"], [])
-    happened("sd_lowvram.hooks.pieces.overflow", "third")
+    log_event("sd_lowvram.hooks.pieces.overflow", "third")
     (record,) = caplog.records
     assert (record.name, record.levelname, record.getMessage()) == (
         "sd_lowvram.hooks.pieces.overflow",
@@ -66,16 +66,16 @@ def test_two_threads_that_listen_hear_each_its_own_run(caplog: pytest.LogCapture
     began, over = threading.Barrier(2), threading.Event()
 
     def first() -> None:
-        with heard(notes["first"].append):
+        with capture_events(notes["first"].append):
             began.wait()
-            happened("sd_lowvram.api", "first")
+            log_event("sd_lowvram.api", "first")
         over.set()
 
     def second() -> None:
         began.wait()
-        with heard(notes["second"].append):
+        with capture_events(notes["second"].append):
             over.wait()
-            happened("sd_lowvram.api", "second")
+            log_event("sd_lowvram.api", "second")
 
     threads = [threading.Thread(target=run) for run in (first, second)]
     for thread in threads:
@@ -83,5 +83,5 @@ def test_two_threads_that_listen_hear_each_its_own_run(caplog: pytest.LogCapture
     for thread in threads:
         thread.join()
     assert notes == {"first": ["first"], "second": ["second"]} and not caplog.records
-    happened("sd_lowvram.api", "after both")
+    log_event("sd_lowvram.api", "after both")
     assert [record.getMessage() for record in caplog.records] == ["sd-lowvram: after both"]

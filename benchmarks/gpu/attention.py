@@ -37,7 +37,7 @@ _SAMPLED = 256
 def run(device: torch.device, record: ResultRows) -> None:
     """Add a row for each backend and size; rows of a missing backend have ``failed``."""
     backends = {OWN_CHOICE: None} | available_backends(device)
-    for backend, missing in progress.counted("attention", backends.items()):
+    for backend, missing in progress.report_each("attention", backends.items()):
         cases = [{"backend": backend, "latents": side} for side in LATENTS]
         if missing is None:
             record.fill(cases, trial_attention, device=str(device))

@@ -24,7 +24,7 @@ _PLENTY = "1000 TB"
 
 def run(device: torch.device, record: ResultRows) -> None:
     """Add a row for each way: equal bits in two runs, and to resident weights if only weights move."""
-    for name, way in progress.counted("correctness", WAYS.items()):
+    for name, way in progress.report_each("correctness", WAYS.items()):
         record.fill([{"what": name, "way": way}], trial_correctness, device=str(device), model=MODEL, side=SIDE)
 
 

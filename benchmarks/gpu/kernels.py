@@ -98,7 +98,7 @@ def trial_passes(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]
     The trial ends early if a pass leaves something on the device.
     """
     from sd_lowvram import Settings, attached
-    from sd_lowvram.progress import heard
+    from sd_lowvram.progress import capture_events
 
     where, side = torch.device(device), cases[0]["side"]
     pipe = random_denoiser(cases[0]["model"], where)
@@ -114,7 +114,7 @@ def trial_passes(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]
     warnings.filterwarnings("error", "(fused_kernels|compile): ")  # else the model's own passes are timed
     for case in cases:
         try:
-            with heard(_refused), attached(pipe, Settings(offload="none", **WAYS[case["pass"]]), device=where):
+            with capture_events(_refused), attached(pipe, Settings(offload="none", **WAYS[case["pass"]]), device=where):
                 found = latents()
                 off = {"same_bits": torch.equal(found, plain), "error": float((found - plain).norm() / plain.norm())}
                 row = off | measured_steps(pipe, where, given, side)

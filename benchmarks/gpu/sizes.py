@@ -88,7 +88,7 @@ def _paint(pipe: Any, where: torch.device, side: int, cap: int, way: str, steps:
     from sd_lowvram.devices.this_machine import overhead_of
     from sd_lowvram.errors import BudgetError
     from sd_lowvram.memory import measured_peak
-    from sd_lowvram.progress import heard
+    from sd_lowvram.progress import capture_events
 
     on_cpu = where.type == "cpu"
     start = time.perf_counter()
@@ -107,7 +107,7 @@ def _paint(pipe: Any, where: torch.device, side: int, cap: int, way: str, steps:
         pictures.append(bool(images.isfinite().all()))
 
     told: list[str] = []
-    with heard(told.append), timed_calls(pipe, where) as calls:
+    with capture_events(told.append), timed_calls(pipe, where) as calls:
         peak = measured_peak(paint)
     return {
         "fits": peak <= cap,

@@ -47,7 +47,7 @@ def run(device: torch.device, record: ResultRows) -> None:
 
     One at a time, as their times are compared; those of a model share a process, unless one leaves something behind.
     """
-    for model, side in progress.counted("streaming", TASKS):
+    for model, side in progress.report_each("streaming", TASKS):
         task = {"model": model, "side": side}
         ways = [{"way": "ours", "share": share} for share in SHARES] + [{"way": way} for way in BASELINES]
         record.fill([task | way for way in ways], trial_steps, device=str(device))

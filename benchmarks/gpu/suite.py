@@ -34,7 +34,7 @@ def files() -> list[str]:
 
 def run(_device: torch.device, record: ResultRows) -> None:
     """Add a row for each file; a file that exceeded the time starts from the beginning in a later call."""
-    for file in progress.counted("tests", files()):
+    for file in progress.report_each("tests", files()):
         if record.find({"file": file}) is None:
             record.add({"file": file}, outcome(file, record.seconds()))
 

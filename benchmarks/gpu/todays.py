@@ -27,7 +27,7 @@ _PLENTY = "1000 TB"
 
 def run(device: torch.device, record: ResultRows) -> None:
     """Add a row for each model, each in its own process: they have up to 24 GB of weights."""
-    for model in progress.counted("todays", MODELS):
+    for model in progress.report_each("todays", MODELS):
         record.fill([{"model": model, "side": SIDE, "vram": VRAM}], trial_todays, device=str(device))
 
 

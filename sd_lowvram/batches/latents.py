@@ -13,7 +13,7 @@ from ..commands.inputs import Job
 from ..commands.latents import job_of, libraries, pictures_as_tensors
 from ..errors import BadInputError
 from ..files import sweep
-from ..progress import happened
+from ..progress import log_event
 from ..saved_latents.file import ENDING, Saved, read_saved
 from ..saved_latents.interval import Interval
 from ..settings import Settings
@@ -90,13 +90,13 @@ def read_begun(place: JobLatents, job: Job, images: dict[str, Any], device: torc
         saved = read_saved(path)
         before = job_of(path, saved, {"model": job.model})
     except BadInputError as error:
-        happened(__name__, f"it was started again: {error}")
+        log_event(__name__, f"it was started again: {error}")
         return None
     if not _is_same(job, before[0], saved, images, device):
-        happened(__name__, "it was started again: its latents are of another run")
+        log_event(__name__, "it was started again: its latents are of another run")
         return None
     origin = "" if saved.about.get("libraries") == libraries() else " of other versions of torch or diffusers"
-    happened(__name__, f"it went on from step {saved.about['step']} of {saved.about['steps']}{origin}")
+    log_event(__name__, f"it went on from step {saved.about['step']} of {saved.about['steps']}{origin}")
     return Begun(saved, before[0].settings)
 
 

@@ -92,13 +92,13 @@ class PainterActor:
             path = getattr(job, name)
             if path is None or str(path) not in sizes:
                 continue
-            here = self._here(str(path), sizes[str(path)], sent.get(str(path)))
+            here = self._local_path(str(path), sizes[str(path)], sent.get(str(path)))
             if here is None:
                 return Lacks(str(path))
             job = dataclasses.replace(job, **{name: type(path)(here)})
         return self._painter.attempt(job, place if (batch_of(place) / NAME).is_file() else None, pictures)
 
-    def _here(self, path: str, sizes: dict[str, int], parts: dict[str, list[Any]] | None) -> Path | None:
+    def _local_path(self, path: str, sizes: dict[str, int], parts: dict[str, list[Any]] | None) -> Path | None:
         if path in self._received:
             return self._received[path]
         if _sizes(Path(path)) == sizes:
@@ -231,12 +231,12 @@ class Actors:
             answer = self._ray.get(reference)
         except errors.ActorDiedError as error:
             if job is None:  # for good
-                return self._without(name, str(error))
+                return self._remove_actor(name, str(error))
             self._greet(name)
             return [(name, Lost(f"its worker {name} ended"))]
         except errors.RayTaskError as error:
             reason = internal_error(str(error)[-200:])
-            return [(name, Failed(LowVRAMError.exit_code, reason))] if job else self._without(name, reason)
+            return [(name, Failed(LowVRAMError.exit_code, reason))] if job else self._remove_actor(name, reason)
         except errors.RayError:
             time.sleep(_PAUSE)  # it is being started again
             self._greet(name)
@@ -251,7 +251,7 @@ class Actors:
             return []
         return [(name, answer)]
 
-    def _without(self, name: str, why: str) -> list[tuple[str, Outcome]]:
+    def _remove_actor(self, name: str, why: str) -> list[tuple[str, Outcome]]:
         del self._actors[name]
         if not self._actors:
             raise LowVRAMError(f"no worker of the Ray cluster could be started: {' '.join(why.split())[:300]}")

@@ -29,7 +29,7 @@ from ..commands.paint import (
 )
 from ..commands.pictures import output_paths, parameters_text, png_of
 from ..errors import BudgetError
-from ..progress import happened, heard
+from ..progress import capture_events, log_event
 from ..saved_latents.file import ENDING
 from .latents import Begun, JobLatents, read_begun
 from .marks import CHUNK, FinishedPicture, mark_of, thumbnail
@@ -86,7 +86,7 @@ class Painter:
         """
         notes: list[str] = []
         try:
-            with warnings.catch_warnings(), heard(notes.append):
+            with warnings.catch_warnings(), capture_events(notes.append):
                 warnings.showwarning = lambda message, *_, **__: notes.append(str(message))
                 warnings.filterwarnings("ignore")
                 warnings.filterwarnings("always", module=r"sd_lowvram(\.|$)")
@@ -141,7 +141,9 @@ class Painter:
             try:
                 return self._attach(dataclasses.replace(job, settings=before.settings), pictures, console)
             except BudgetError:
-                happened(__name__, "its plan does not fit any more; with another plan the picture may not be identical")
+                log_event(
+                    __name__, "its plan does not fit any more; with another plan the picture may not be identical"
+                )
         return self._attach(job, pictures, console)
 
     def _attach(self, job: Job, pictures: int, console: Console) -> None:

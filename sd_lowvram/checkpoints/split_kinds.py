@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
-from ..progress import happened
+from ..progress import log_event
 from .architectures import DATA, parts_of_transformers
 from .gguf_files import gguf_header, is_gguf_file
 from .inspection import describe
@@ -252,7 +252,7 @@ def _check_leftovers(path: Path, shapes: Shapes, layout: Layout, prefix: str) ->
             "for one: it is of another model, which is not served"
         )
     if strange:
-        happened(
+        log_event(
             __name__,
             f"{path} holds {len(strange)} weights that {title} has no use for, {next(iter(strange))} for one: they "
             "are left out",

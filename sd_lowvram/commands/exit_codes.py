@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from ..errors import BadInputError, LowVRAMError, host_ran_out, ran_out
-from ..progress import heard
+from ..progress import capture_events
 from ..settings import knobs
 from .interrupts import is_interrupted
 from .streams import give_up_stdout, note, tell
@@ -25,7 +25,7 @@ def exit_on_error(debug: bool = False) -> Iterator[None]:
     """Exit with the code of an error that the block raises; with ``debug`` show the traceback before."""
     _quiet_libraries(debug)
     try:
-        with contextlib.nullcontext() if debug else heard(note):
+        with contextlib.nullcontext() if debug else capture_events(note):
             yield
         sys.stdout.flush()  # a full disk is reported here, and not by Python when it exits
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OutputError
 from ..plots.memory import memory_png
 from ..plots.style import check_plots
-from ..progress import happened
+from ..progress import log_event
 from .inputs import Job
 from .pictures import check_writable, save_picture
 
@@ -43,7 +43,7 @@ def measured_run(job: Job, pipe: Any, plan: Any, run: Callable[[], list[Any]]) -
         pictures = run()
     message = overrun(plan, seen)
     if message:
-        happened(__name__, message)
+        log_event(__name__, message)
     return pictures, seen
 
 

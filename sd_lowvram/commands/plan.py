@@ -99,7 +99,7 @@ def plan(
 
         from .plan_table import show, show_sizes
 
-        asked, chosen = _checked(asked, files, settings or {})
+        asked, chosen = _check_request(asked, files, settings or {})
         try:
             answer = plan_as_dict(asked, chosen, shown=not as_json)
         except BudgetError as error:
@@ -111,7 +111,7 @@ def plan(
             (show_sizes if max_size else show)(Console(), answer)
 
 
-def _checked(
+def _check_request(
     options: Mapping[str, Any], files: Mapping[str, Any], knobs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Settings]:
     """The request and the settings, as far as they can be checked before torch is imported.
@@ -151,13 +151,13 @@ def plan_as_dict(asked: dict[str, Any], settings: Settings, *, shown: bool) -> d
     Raises:
         BudgetError: nothing fits.
     """
-    from .plan_cache import remembered
+    from .plan_cache import cached_answer
 
     whole = {**asked, "settings": settings.as_dict()}
-    return remembered(whole, lambda budgets: _made(asked, budgets, settings, shown))
+    return cached_answer(whole, lambda budgets: _make_answer(asked, budgets, settings, shown))
 
 
-def _made(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings, shown: bool) -> Answer:
+def _make_answer(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings, shown: bool) -> Answer:
     """The plan, or one for each ratio, as plain values, and for which other budgets it is the same; takes seconds.
 
     Args:

@@ -28,13 +28,13 @@ Answer = tuple[dict[str, Any], dict[str, tuple[float, float]]]
 """The answer, and for each budget the smallest and the largest bytes that give the same answer."""
 
 
-def remembered(asked: dict[str, Any], make: Callable[[dict[str, int]], Answer]) -> dict[str, Any]:
+def cached_answer(asked: dict[str, Any], make: Callable[[dict[str, int]], Answer]) -> dict[str, Any]:
     """Result of ``make`` for budgets "vram" and "ram", or the cached result of an equal request on this machine.
 
     Free memory as a budget may differ, as long as it gives the same plan.
     """
     budgets = _budgets(asked)
-    entries = cache.remembered(_place(asked)) or []
+    entries = cache.recall(_place(asked)) or []
     for entry in entries:
         if all(entry["alike"][name][0] <= size <= entry["alike"][name][1] for name, size in budgets.items()):
             return _set_budgets(entry["answer"], budgets)
@@ -104,4 +104,4 @@ def _machine() -> list[Any]:
     for file in files:
         with contextlib.suppress(OSError):  # another process has removed it
             measured.append((file.name, file.lstat().st_mtime_ns))
-    return [gpu_files(), set_, os.cpu_count(), measured, doors.registered()]
+    return [gpu_files(), set_, os.cpu_count(), measured, doors.registered_names()]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..cache import cache_folder, remember, remembered
+from ..cache import cache_folder, recall, remember
 from ..errors import BadInputError
 from ..units import MIB
 
@@ -65,7 +65,7 @@ def disk_rate(path: Path, again: bool = False) -> float | None:
         return None
     folder = cache_folder()
     where = folder / f"disk-{device:x}.json" if folder else None
-    rate = None if again else remembered(where)
+    rate = None if again else recall(where)
     if not isinstance(rate, float):
         rate = measured_rate(path)
         if rate is not None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..cache import cache_folder, remember, remembered
+from ..cache import cache_folder, recall, remember
 from .calibration import calibrate, measured_overhead
 from .info import context_memory
 from .overhead import Overhead
@@ -77,7 +77,7 @@ def remember_kernel_gains(device: torch.device, gains: dict[str, float]) -> None
 def stored_measurement(what: str, device: torch.device) -> dict[str, Any] | None:
     """A measurement of ``device`` as it was remembered; None where there is none, or the device is not at hand."""
     here = device.type == "cpu" or torch.cuda.is_available()
-    stored = remembered(place_of_measurement(what, device)) if here else None
+    stored = recall(place_of_measurement(what, device)) if here else None
     return stored if isinstance(stored, dict) else None
 
 
@@ -89,7 +89,7 @@ def place_of_measurement(what: str, device: torch.device) -> Path | None:
 
 def _read(where: Path | None, kind: type[_Kind]) -> _Kind | None:
     """Cached measurement, if it has all fields of this version."""
-    stored = remembered(where)
+    stored = recall(where)
     whole = isinstance(stored, dict) and stored.keys() == {field.name for field in dataclasses.fields(kind)}
     return kind(**stored) if whole else None
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..devices.pairs import ratio
 from ..memory.repeats import representative_pieces
-from ..weights import placed
+from ..weights import place_part
 
 _TILES = 256
 """Tiles that are multiplied at once: enough for the product of matrices, and few enough for the cache."""
@@ -78,7 +78,7 @@ def convolve(x: Tensor, kernels: Tensor, bias: Tensor | None) -> Tensor:
         result = _across(output, output @ products.view(SIDE + 2, -1))
         result = result.view(SIDE, SIDE, kernels.shape[1], count, -1, across)
         result = result.permute(3, 2, 4, 0, 5, 1).reshape(count, kernels.shape[1], -1, across * SIDE)
-        out = placed(out, result[:, :, : stop - start, :width], 2, start, height)
+        out = place_part(out, result[:, :, : stop - start, :width], 2, start, height)
         del strip, tiles, products, result
     assert out is not None
     return out if bias is None else out.add_(bias.view(-1, 1, 1))

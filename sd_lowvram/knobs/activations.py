@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..knob import ANY, Act, Depth
-from .declaring import BITWISE, DENOISE, IN_BLOCKS, ROUNDING, STATEFUL, declared
+from .declaring import BITWISE, DENOISE, IN_BLOCKS, ROUNDING, STATEFUL, declare
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationsKnobs:
     """Parts into which the denoiser's calls are divided, and data that waits in host memory."""
 
-    feed_forward_chunks: int | None = declared(
+    feed_forward_chunks: int | None = declare(
         place=12,
         opened_with="strips",
         label="Widest layers in parts",
@@ -25,7 +25,7 @@ class ActivationsKnobs:
         depth=Depth.DIVIDES,
         acts=IN_BLOCKS,
     )
-    residual_strips: int | None = declared(
+    residual_strips: int | None = declare(
         place=13,
         opened_with="strips",
         label="Convolutions in strips",
@@ -38,7 +38,7 @@ class ActivationsKnobs:
         depth=Depth.DIVIDES,
         acts=STATEFUL,
     )
-    transformer_chunks: int | None = declared(
+    transformer_chunks: int | None = declare(
         place=14,
         opened_with="strips",
         label="Transformers in parts",
@@ -51,7 +51,7 @@ class ActivationsKnobs:
         depth=Depth.DIVIDES,
         acts=STATEFUL,
     )
-    park_skips: bool | None = declared(
+    park_skips: bool | None = declare(
         place=15,
         opened_with="maps",
         closed=False,
@@ -65,7 +65,7 @@ class ActivationsKnobs:
         depth=Depth.PARKS,
         acts=STATEFUL | {Act.COPIES_TO_HOST: ANY},
     )
-    guidance_in_turn: bool | None = declared(
+    guidance_in_turn: bool | None = declare(
         place=16,
         opened_with="strips",
         label="Guidance in turn",
@@ -77,7 +77,7 @@ class ActivationsKnobs:
         depth=Depth.GUIDES,
         acts=STATEFUL,
     )
-    largest_mib: int | None = declared(
+    largest_mib: int | None = declare(
         place=20,
         label="Largest piece of memory",
         help="use no more memory than this in one piece, for GPUs that have such a limit",

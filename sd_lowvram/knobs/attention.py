@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..knob import ANY, Act, Depth
-from .declaring import ATTENDING, IN_BLOCKS, ROUNDING, declared
+from .declaring import ATTENDING, IN_BLOCKS, ROUNDING, declare
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKnobs:
     """Knobs of attention: how queries are compared with keys."""
 
-    attention: str | None = declared(
+    attention: str | None = declare(
         place=1,
         label="Attention",
         help="way to compute attention, in which all parts of the picture see each other: sdpa picks the fastest "
@@ -25,7 +25,7 @@ class AttentionKnobs:
         depth=Depth.COMPUTES,
         acts=IN_BLOCKS | {Act.OWN_WORKSPACE: ("cudnn",)},
     )
-    attention_mib: int | None = declared(
+    attention_mib: int | None = declare(
         place=2,
         label="Memory for attention",
         help="most memory that sliced and fused-softmax use for attention at once; less is slower",
@@ -35,7 +35,7 @@ class AttentionKnobs:
         fidelity=ROUNDING,
         stages=ATTENDING,
     )
-    deterministic: bool | None = declared(
+    deterministic: bool | None = declare(
         place=3,
         label="Same bits in every run",
         help="the same seed gives the same bits in every run: only attention that proved it on this machine",

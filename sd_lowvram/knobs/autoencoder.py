@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..knob import ANY, Act, Depth
-from .declaring import AUTOENCODER, BITWISE, ROUNDING, declared
+from .declaring import AUTOENCODER, BITWISE, ROUNDING, declare
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoencoderKnobs:
     """Knobs of the autoencoder: how pictures are decoded and encoded."""
 
-    vae_slices: bool | None = declared(
+    vae_slices: bool | None = declare(
         place=6,
         label="Decode one by one",
         help="decode and encode the pictures of a batch one after the other",
@@ -22,7 +22,7 @@ class AutoencoderKnobs:
         hook="pieces.vae_slices",
         depth=Depth.SLICES,
     )
-    vae_tiles: str | None = declared(
+    vae_tiles: str | None = declare(
         place=7,
         opened_with="strips",
         label="Decode in parts",
@@ -35,7 +35,7 @@ class AutoencoderKnobs:
         depth=Depth.TILES,
         acts={Act.MAKES_STRIPS: ("exact",)},
     )
-    vae_map: str | None = declared(
+    vae_map: str | None = declare(
         place=8,
         opened_with="maps",
         closed="held",
@@ -47,7 +47,7 @@ class AutoencoderKnobs:
         fidelity=ROUNDING,
         stages=AUTOENCODER,
     )
-    vae_strip_mib: int | None = declared(
+    vae_strip_mib: int | None = declare(
         place=9,
         opened_with="strips",
         label="Memory for a strip",
@@ -58,7 +58,7 @@ class AutoencoderKnobs:
         fidelity=ROUNDING,
         stages=AUTOENCODER,
     )
-    decoder_device: str | None = declared(
+    decoder_device: str | None = declare(
         place=10,
         opened_with="decoder",
         closed="gpu",
@@ -73,7 +73,7 @@ class AutoencoderKnobs:
         depth=Depth.PLACES,
         acts={Act.ON_PROCESSOR: ("cpu",)},
     )
-    winograd: bool | None = declared(
+    winograd: bool | None = declare(
         place=28,
         label="Fewer multiplications (Winograd)",
         help="decode and encode with fewer multiplications on a processor, in fp32; faster on most",
@@ -84,7 +84,7 @@ class AutoencoderKnobs:
         depth=Depth.COMPUTES,
         acts={Act.ACTS_IN_DECODER: ANY},
     )
-    vae_fused_kernels: bool | None = declared(
+    vae_fused_kernels: bool | None = declare(
         place=30,
         label="Fused kernels of the autoencoder",
         help="fused kernels when decoding and encoding, whatever the denoiser has; undecided: as the denoiser",

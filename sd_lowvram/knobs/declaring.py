@@ -25,6 +25,6 @@ UNFOLLOWED = (Act.ACTS_IN_BLOCKS, Act.STREAMS_WEIGHTS, Act.WIDENS_WEIGHTS)
 """Behaviours that prevent compiling or tracing the model's Python."""
 
 
-def declared(**declaration: Any) -> Any:
+def declare(**declaration: Any) -> Any:
     """A field of :class:`~sd_lowvram.settings.Settings`, undecided by default, with its :class:`~sd_lowvram.Knob`."""
     return dataclasses.field(default=None, metadata={"knob": Knob(**declaration)})

@@ -13,7 +13,7 @@ from .declaring import (
     NOT_COMFYUI,
     ROUNDING,
     UNFOLLOWED,
-    declared,
+    declare,
 )
 
 
@@ -21,7 +21,7 @@ from .declaring import (
 class SpeedKnobs:
     """Knobs of speed: the same work faster, or less of it."""
 
-    inference_mode: bool | None = declared(
+    inference_mode: bool | None = declare(
         place=5,
         label="Inference mode",
         help="run the model without the records that only training needs",
@@ -30,7 +30,7 @@ class SpeedKnobs:
         surfaces=NOT_COMFYUI,
         hook="numbers.inference_mode",
     )
-    fused_kernels: bool | None = declared(
+    fused_kernels: bool | None = declare(
         place=21,
         label="Fused kernels",
         help="compute several small operations in one pass over the picture, with Triton (NVIDIA GPUs)",
@@ -41,7 +41,7 @@ class SpeedKnobs:
         depth=Depth.COMPUTES,
         acts=IN_BLOCKS | {Act.FUSES: ANY},
     )
-    compile: str | None = declared(
+    compile: str | None = declare(
         place=25,
         opened_with="strips",
         label="Compile",
@@ -58,7 +58,7 @@ class SpeedKnobs:
         excludes=dict.fromkeys(UNFOLLOWED, ("regional", "whole"))
         | {Act.ACTS_IN_DECODER: ("regional", "whole"), Act.SKIPS_LAYERS: ("whole",)},
     )
-    traced: bool | None = declared(
+    traced: bool | None = declare(
         place=26,
         opened_with="strips",
         label="Traced",
@@ -75,7 +75,7 @@ class SpeedKnobs:
             (*UNFOLLOWED, Act.PARKS_WEIGHTS, Act.SKIPS_LAYERS, Act.COPIES_WEIGHTS, Act.REPLAYS), ANY
         ),
     )
-    cuda_graphs: bool | None = declared(
+    cuda_graphs: bool | None = declare(
         place=29,
         opened_with="strips",
         label="CUDA graphs",

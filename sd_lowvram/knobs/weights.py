@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..knob import ANY, Act, Depth
-from .declaring import APPROXIMATE, ATTENDING, BITWISE, DENOISE, NOT_COMFYUI, ROUNDING, STATEFUL, STREAMED, declared
+from .declaring import APPROXIMATE, ATTENDING, BITWISE, DENOISE, NOT_COMFYUI, ROUNDING, STATEFUL, STREAMED, declare
 
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp16-storage", "autocast-fp16", "autocast-bf16", "fp16-products")
 
@@ -14,7 +14,7 @@ _PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp16-storage", "autocast-fp16", 
 class WeightsKnobs:
     """Knobs of weights: their type and layout, and where they are stored."""
 
-    precision: str | None = declared(
+    precision: str | None = declare(
         place=0,
         label="Precision",
         help="number type: fp16 and bf16 use half the memory of fp32; fp16-storage uses half the memory and computes "
@@ -33,7 +33,7 @@ class WeightsKnobs:
             Act.CONVERTS_WEIGHTS: ANY,
         },
     )
-    channels_last: bool | None = declared(
+    channels_last: bool | None = declare(
         place=4,
         label="Channels last",
         help="another order of numbers in memory; faster on recent GPUs and processors",
@@ -45,7 +45,7 @@ class WeightsKnobs:
         depth=Depth.CONVERTS,
         acts={Act.CONVERTS_WEIGHTS: ANY, Act.REORDERS_KERNELS: ANY},
     )
-    offload: str | None = declared(
+    offload: str | None = declare(
         place=11,
         opened_with="weights",
         label="Model in VRAM",
@@ -60,7 +60,7 @@ class WeightsKnobs:
         acts={Act.PARKS_WEIGHTS: ("component", *STREAMED), Act.STREAMS_WEIGHTS: STREAMED, Act.KEEPS_STATE: STREAMED}
         | {Act.PLACES_WEIGHTS: ANY, Act.MOVES_MODELS: ("component",), Act.STREAMS_LAYERS: ("layer",)},
     )
-    weights_mib: int | None = declared(
+    weights_mib: int | None = declare(
         place=17,
         opened_with="weights",
         label="Model in VRAM, up to",
@@ -73,7 +73,7 @@ class WeightsKnobs:
         implies={"offload": "blocks"},
         acts={Act.PLACES_WEIGHTS: ANY},
     )
-    split_layers: bool | None = declared(
+    split_layers: bool | None = declare(
         place=18,
         label="Split layers",
         help="load a layer in parts if it is larger than the memory set aside for it",
@@ -82,7 +82,7 @@ class WeightsKnobs:
         surfaces=NOT_COMFYUI,
         acts={Act.PLACES_WEIGHTS: ANY},
     )
-    weight_storage: str | None = declared(
+    weight_storage: str | None = declare(
         place=19,
         label="Model in 8 bits",
         help="store the model in 8 bits, half the memory of fp16, and convert each layer when it is used",
@@ -95,7 +95,7 @@ class WeightsKnobs:
         depth=Depth.CONVERTS,
         acts=STATEFUL | dict.fromkeys((Act.WIDENS_WEIGHTS, Act.CONVERTS_WEIGHTS, Act.COMPRESSES_WEIGHTS), ANY),
     )
-    packed_weights: bool | None = declared(
+    packed_weights: bool | None = declare(
         place=27,
         opened_with="strips",
         label="Weights in the processor's order",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..compat.private import tree_flatten
-from ..progress import happened
+from ..progress import log_event
 from ..units import MIB
 from ..weights import all_tensors
 from .accounts import tracing
@@ -144,7 +144,7 @@ class _Card:
             self._set()
         if not self._limits and not _is_reported() and self.index not in _stated | _warned:
             _warned.add(self.index)
-            happened(
+            log_event(
                 __name__,
                 "this version of torch does not report set_per_process_memory_fraction: after planned calls it is 1.0 "
                 "unless it is set after optimize()",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..compat.private import has_context
 from ..devices.info import host_memory, own_ram
-from ..progress import happened
+from ..progress import log_event
 from ..units import format_size
 from .accounts import host_account
 
@@ -185,7 +185,7 @@ def _used_devices() -> Iterator[int]:
 def _tell(why: str, size: int) -> None:
     if why not in _told:
         _told.add(why)
-        happened(
+        log_event(
             __name__,
             f"{format_size(size)} of host memory are not page-locked ({why}): copies between them and the GPU no "
             "longer run while it computes",

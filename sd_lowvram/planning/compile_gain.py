@@ -18,7 +18,7 @@ from ..devices.this_machine import RECORDED
 from ..hooks.replay.compiled import kinds_of
 from ..hooks.replay.cuda_graphs import unrecordable
 from ..kernels import compiler
-from ..progress import heard
+from ..progress import capture_events
 from ..session import anatomy_of, attached
 from ..settings import Settings
 from ..weights import draw_weights
@@ -54,7 +54,7 @@ def measured_recording(device: torch.device) -> dict[str, float]:
         return {}
     plain, call = copy.deepcopy(unet), functools.partial(_call, inputs=inputs)
     heard_of: list[str] = []
-    with torch.inference_mode(), attached(unet, _RECORDED, device=device), heard(heard_of.append):
+    with torch.inference_mode(), attached(unet, _RECORDED, device=device), capture_events(heard_of.append):
         call(unet)  # a pass is recorded when it is repeated
         comparison = compare(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
     refused = any(sentence.startswith("cuda_graphs: ") for sentence in heard_of)

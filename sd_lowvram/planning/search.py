@@ -30,7 +30,7 @@ from ..hooks.registry import applicable, checked, list_offers
 from ..kernels.attention.problem import assume_gpu
 from ..models.anatomy import Anatomy
 from ..models.support import check_moved
-from ..settings import Settings, conflict, implied
+from ..settings import Settings, add_implied, conflict
 from ..units import MIB
 from .cost_model import Pricing
 from .options import Choice, Group, WeightPlacement, groups, weight_ways
@@ -128,7 +128,7 @@ class PlanSearch:
         self.request = request
         check_moved(anatomy.components)
         if anatomy.denoiser is not None:
-            settings = implied(settings)
+            settings = add_implied(settings)
         with assume_gpu(request.gpu):
             settings = checked(applicable(settings, anatomy, request.device), anatomy, request.device)
         settings = drop_undecided(settings)

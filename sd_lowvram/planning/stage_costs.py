@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..cache import place_of, remember, remembered
+from ..cache import place_of, recall, remember
 from ..compat.private import tree_flatten
 from ..devices.overhead import NONE, Overhead
 from ..errors import LowVRAMError, PlanningError, ran_out
@@ -362,7 +362,7 @@ class StageCosts:
             place = place_of("traces", lambda: (*key, self._fake.fingerprint(component), self._device.type))
             stored: _Kind | None = None
             with contextlib.suppress(TypeError):  # nothing is stored, or a result of another class
-                stored = kind(**remembered(place))
+                stored = kind(**recall(place))
             if (
                 stored is None
             ):  # outside the except block, or a broken model's own error would appear as its consequence

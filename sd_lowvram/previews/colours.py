@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import place_of, remember, remembered
+from ..cache import place_of, recall, remember
 from ..demo import COLOURS_PATH
 
 _PICTURES, _SIDE = 24, 128
@@ -50,7 +50,7 @@ def colours_of(vae: Any, facts: Callable[[], Any]) -> Colours:
     """
     place = place_of("previews", facts)
     try:
-        return read(remembered(place))
+        return read(recall(place))
     except (KeyError, TypeError, ValueError):  # nothing, or something else
         colours = fit(vae)
         remember(place, colours)

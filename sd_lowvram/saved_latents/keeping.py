@@ -19,7 +19,7 @@ import torch
 
 from ..errors import BadInputError, NotFiniteError
 from ..patches import set_patch, wrap
-from ..progress import happened
+from ..progress import log_event
 from .file import Saved, write_saved
 from .interval import Interval
 from .state import UnkeptStateError, configuration, current_state, pack, unpack
@@ -132,7 +132,7 @@ class Keeper:
 
     def _tell(self, why: str) -> None:
         if not self._told:
-            happened(__name__, f"the latents of this run cannot be saved {why}")
+            log_event(__name__, f"the latents of this run cannot be saved {why}")
         self._told = True
 
     def _pack(self, moment: _StepState) -> Saved:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import LowVRAMError
-from ..patches import unpatched
+from ..patches import unpatched_attributes
 
 _PLAIN = (bool, int, float, str)
 
@@ -21,7 +21,9 @@ class UnkeptStateError(LowVRAMError):
 
 def current_state(scheduler: Any) -> dict[str, Any]:
     """Current state of ``scheduler``. Tensors are not copied, because each step makes new ones."""
-    own = {name: value for name, value in unpatched(scheduler).items() if name != "_internal_dict"}  # its configuration
+    own = {
+        name: value for name, value in unpatched_attributes(scheduler).items() if name != "_internal_dict"
+    }  # its configuration
     return {name: list(value) if isinstance(value, list) else value for name, value in own.items()}
 
 

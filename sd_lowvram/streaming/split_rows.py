@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..weights import placed
+from ..weights import place_part
 
 Part = tuple[tuple[int, int], contextlib.AbstractContextManager[Any]]
 """First and last output, and a context in which the layer holds the rows that make them."""
@@ -35,6 +35,6 @@ def run_in_parts(module: nn.Module, parts: Iterable[Part], original: Callable[..
     out: Tensor | None = None
     for (start, _), held in parts:
         with held:
-            out = placed(out, original(*inputs), -1 - dims, start, outputs)  # torch convolves maps without N too
+            out = place_part(out, original(*inputs), -1 - dims, start, outputs)  # torch convolves maps without N too
     assert out is not None
     return out

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..patches import Trampoline, unpatched
+from ..patches import Trampoline, unpatched_attributes
 
 _LAYOUTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, set, deque, types.SimpleNamespace, object)
 """Builtin classes by which an instance of a class that derives from them is made without a call of that class."""
@@ -326,7 +326,7 @@ def _attributes(owner: Any) -> Iterator[Any]:
 
 def _state(owner: Any) -> dict[str, Any]:
     """The attributes of ``owner`` in its dictionary, without our hooks."""
-    return unpatched(owner) if hasattr(owner, "__dict__") else {}
+    return unpatched_attributes(owner) if hasattr(owner, "__dict__") else {}
 
 
 def _slots(owner: Any) -> Iterator[tuple[Any, Any]]:

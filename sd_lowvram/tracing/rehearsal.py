@@ -35,7 +35,7 @@ from ..memory.storage_refs import Deaths
 from ..memory.threads import pause_models
 from ..models.recorded import Given, Rehearsal, Row, row_of, steps_of
 from ..models.support import reads_values
-from ..patches import unpatched
+from ..patches import unpatched_attributes
 from ..units import MIB
 from ..weights import all_tensors, is_gguf, weight_bytes
 from .copies import copies_of
@@ -164,7 +164,7 @@ class _Copy:
     def _pipeline(self) -> Any:
         """A shallow copy of the pipeline with the copied models, and copies of its schedulers and tokenizers."""
         pipe = object.__new__(type(self._pipe))
-        vars(pipe).update(unpatched(self._pipe))
+        vars(pipe).update(unpatched_attributes(self._pipe))
         vars(pipe)["_progress_bar_config"] = {"disable": True}
         replaced = {id(part): self._models[name] for name, part in self.originals.items()}
         replaced |= {id(part): _own_copy(part) for part in self._others.values() if part is not None}

@@ -169,7 +169,7 @@ def _measure(units: list[UNetLayer], run: Any) -> dict[str, float]:
     """Seconds of each unit, medians of some steps after one that warms up; of the rest what a step takes besides."""
     device = next(units[0].module.parameters()).device
     rounds: list[Mapping[str, float]] = []
-    for number in progress.counted("steps", range(_ROUNDS + 1)):
+    for number in progress.report_each("steps", range(_ROUNDS + 1)):
         taken: dict[str, float] = {}
         with _time_units(units, taken, device), torch.inference_mode():
             run()

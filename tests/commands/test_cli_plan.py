@@ -174,7 +174,7 @@ def test_every_reason_of_a_cached_plan_has_the_budget_of_now(free: Any) -> None:
     alike = {"vram": (GIB, 99 * GIB), "ram": (GIB, 99 * GIB)}
     for size, left in ((4, "3 GiB left"), (6, "5 GiB left")):
         free(size * GIB)
-        (told,) = plan_cache.remembered(asked, lambda _: (answer, alike))["reasons"]
+        (told,) = plan_cache.cached_answer(asked, lambda _: (answer, alike))["reasons"]
         assert told.startswith(left)
 
 

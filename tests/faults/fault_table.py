@@ -125,7 +125,7 @@ def rows(
         pipe.save_pretrained(model)
         expected = _undisturbed(run, Path(folder, "undisturbed"), model)
         asked = [(place, fault) for place in where or places(pipe) for fault in faults if (place, fault) not in known]
-        for number, (place, fault) in enumerate(progress.counted("faults", asked)):
+        for number, (place, fault) in enumerate(progress.report_each("faults", asked)):
             yield {
                 "place": place,
                 "fault": fault,

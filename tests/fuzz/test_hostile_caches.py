@@ -53,13 +53,13 @@ def facts() -> str:
 READERS: dict[str, tuple[Callable[[], Path | None], Callable[[], Any], Any]] = {
     "plans": (
         lambda: plan_cache._place(ASKED),
-        lambda: plan_cache.remembered(ASKED, lambda budgets: (json.loads(json.dumps(ANSWER)), {})),
+        lambda: plan_cache.cached_answer(ASKED, lambda budgets: (json.loads(json.dumps(ANSWER)), {})),
         ANSWER,
     ),
     "rates": (lambda: this_machine.place_of_measurement("rates", CPU), lambda: this_machine.rates_of(CPU), RATES),
     "previews": (
         lambda: cache.place_of("previews", facts),
-        lambda: cache.remembered(cache.place_of("previews", facts)) or COLOURS,
+        lambda: cache.recall(cache.place_of("previews", facts)) or COLOURS,
         COLOURS,
     ),
 }

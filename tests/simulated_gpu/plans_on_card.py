@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from sd_lowvram.progress import heard
+from sd_lowvram.progress import capture_events
 
 MIB = 1 << 20
 FILE = Path(__file__).parents[2] / "benchmarks" / "plans_on_card.json"
@@ -318,7 +318,7 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     torch.cuda.reset_peak_memory_stats()
     size = chosen.reserved_bytes + chosen.overhead_bytes + others[1]
     told: list[str] = []
-    with card.of_size(size), heard(told.append):
+    with card.of_size(size), capture_events(told.append):
         pipe(**_given(case), num_inference_steps=2, output_type="pt")
     ran = not any("ran out of memory" in sentence for sentence in told)  # and went on with a leaner plan
     libraries = _libraries_hold(simulated)

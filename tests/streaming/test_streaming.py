@@ -20,7 +20,7 @@ from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import BudgetError, ConflictError
 from sd_lowvram.patches import set_patch
-from sd_lowvram.session import attach, detach, entered, prepare
+from sd_lowvram.session import attach, detach, enter_hooks, prepare
 from sd_lowvram.streaming.copier import Copier
 from sd_lowvram.streaming.engine import ActiveStreams, Stream
 from sd_lowvram.streaming.host_weights import host_budget, mapped_bytes
@@ -433,7 +433,7 @@ def test_entered_again_and_again() -> None:
     expected = run(unet, (8, 8))
     attachment = prepare(unet, WAYS["blocks"], torch.device("cpu"))
     for _ in range(2):
-        with entered(unet, attachment):
+        with enter_hooks(unet, attachment):
             assert torch.equal(run(unet, (8, 8)), expected)
         assert not [key for module in unet.modules() for key in vars(module) if "lowvram" in key or key == "forward"]
 

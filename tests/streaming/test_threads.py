@@ -138,7 +138,7 @@ def waits(thread: threading.Thread) -> bool:
 
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
-        if frame.f_code.co_name == "_alone":
+        if frame.f_code.co_name == "_call_alone":
             return True
         frame = frame.f_back
     return False

@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...cache import place_of, remember, remembered
+from ...cache import place_of, recall, remember
 from ...compat.private import FakeTensor, tree_flatten
 from ...errors import NotFiniteError
 from ...kernels.attention.torch_kernels import TORCHS_ATTENTION
 from ...memory.repeats import exclude_from_counts
 from ...patches import Answered, Patch, wrap
-from ...progress import happened
+from ...progress import log_event
 from ...weights import cast_activations
 from ..pieces.overflow import is_finite
 
@@ -66,7 +66,7 @@ class HalfProducts:
             if isinstance(module, nn.Linear) and "lora_" not in path
         }
         self.place = place_of("overflows", self._kind)
-        self.wide: set[str] = {*(remembered(self.place) or ())}
+        self.wide: set[str] = {*(recall(self.place) or ())}
         self._looks = False
 
     def _kind(self) -> Any:
@@ -107,7 +107,7 @@ class HalfProducts:
         if overflowed := self.wide - before:  # empty if a fault of the machine has passed
             remember(self.place, sorted(self.wide))
             message = f"{len(overflowed)} of its products overflowed in fp16 and are made in float32 from now on"
-            happened(__name__, f"{self._name}: {message}")
+            log_event(__name__, f"{self._name}: {message}")
         return result
 
     def _product(self, path: str, original: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -21,7 +21,7 @@ from ...models.joint import JointBlock
 from ...patches import Patch, wrap
 from ...settings import Settings
 from ...streaming.weight_scopes import repeated_calls
-from ...weights import needs_graph, placed
+from ...weights import needs_graph, place_part
 from ..arguments import are_watched, batch_of, holds_last_pictures, part_of, shares
 from ..offers import Offer, OfferKind, Target
 from ..parking.offloaded_tensor import OffloadedMap
@@ -125,7 +125,7 @@ class _JoinedOutput:
         for place, leaf in enumerate(leaves):
             before = self._leaves[place]
             if isinstance(leaf, Tensor):
-                self._leaves[place] = placed(before, leaf, 0, self._batch * number // self._parts, self._batch)
+                self._leaves[place] = place_part(before, leaf, 0, self._batch * number // self._parts, self._batch)
             else:
                 self._leaves[place] = {**(before or {}), number: leaf} if isinstance(leaf, OffloadedMap) else leaf
 

@@ -24,7 +24,7 @@ from ...models.dit import given_by_name
 from ...models.joint import JointBlock, Rows
 from ...patches import set_patch, wrap
 from ...streaming.weight_scopes import hold_weights
-from ...weights import needs_graph, placed
+from ...weights import needs_graph, place_part
 from .feed_forward import FEWEST_TOKENS
 from .strips import equal_spans
 
@@ -100,7 +100,7 @@ def _attend(
             both = isinstance(result, tuple)
             if both and not some.start and result[0] is not None:
                 text = result[0].clone()
-            picture = placed(picture, result[1] if both else result, 1, some.start, total)
+            picture = place_part(picture, result[1] if both else result, 1, some.start, total)
             del result
     return (text, picture) if both else picture
 
@@ -158,9 +158,9 @@ class _Joined:
         for number, part in enumerate(keys):
             picture, text = (0, count) if self._last else (words, 0)
             place = rows.start if self._last else self._texts + rows.start
-            out = placed(self._whole[number], part.narrow(2, picture, count), 2, place, total)
+            out = place_part(self._whole[number], part.narrow(2, picture, count), 2, place, total)
             if words == self._texts and words:
-                out = placed(out, part.narrow(2, text, words), 2, self._tokens if self._last else 0, total)
+                out = place_part(out, part.narrow(2, text, words), 2, self._tokens if self._last else 0, total)
             self._whole[number] = out
 
     def result(self) -> Keys:

@@ -24,8 +24,8 @@ from ...compat.private import FakeTensor
 from ...errors import NotFiniteError
 from ...memory.repeats import exclude_from_counts
 from ...patches import Answered
-from ...progress import happened
-from ...weights import placed
+from ...progress import log_event
+from ...weights import place_part
 
 Rows = Callable[[int, int, bool], Tensor]
 """Rows (N, C, start to stop, W) of a map; True: in float32."""
@@ -133,7 +133,7 @@ class OverflowCheck:
                 part = result.to(self._kept_in)
                 out = None if out is None else out.to(self._kept_in)
             del result
-            out = placed(out, part, 2, first - start, stop - start)
+            out = place_part(out, part, 2, first - start, stop - start)
         assert out is not None
         return out
 
@@ -148,7 +148,7 @@ class OverflowCheck:
     def tell(self) -> None:
         """Log which rows were computed again."""
         if self._again:
-            happened(__name__, f"{self._stage}: {_strips(self._again)} computed again, because of NaN or infinity")
+            log_event(__name__, f"{self._stage}: {_strips(self._again)} computed again, because of NaN or infinity")
         if self._widened:
             storage = ", and its maps from there on stored in bfloat16" if self._kept_in != self._dtype else ""
             warnings.warn(

@@ -17,7 +17,7 @@ from ...kernels.triton.support import takes
 from ...memory.repeats import representative_pieces
 from ...patches import Answered
 from ...streaming.weight_scopes import hold_weights
-from ...weights import placed
+from ...weights import place_part
 
 Span = tuple[int, int]
 
@@ -71,7 +71,7 @@ def assemble(
     """
     with hold_weights():
         for start, stop in representative_pieces(pieces, like):
-            out = placed(out, make(start, stop), dim, start, pieces[-1][1])
+            out = place_part(out, make(start, stop), dim, start, pieces[-1][1])
     assert out is not None
     return out
 

@@ -41,7 +41,7 @@ from ...patches import Patch
 from ...settings import Settings
 from ...streaming.weight_scopes import hold_weights
 from ...units import MIB
-from ...weights import needs_graph, placed
+from ...weights import needs_graph, place_part
 from .causal_rows import Turn, call_like_whole, layers_of
 from .overflow import is_finite
 
@@ -247,8 +247,8 @@ class _StripPass:
             values: Tensor | None = None
             for cut in representative_pieces(cuts, x):
                 _, key, value = _queries_keys_values(step, image[:, :, cut], whole)
-                keys = placed(keys, key, 1, cut.start * width, height * width)
-                values = placed(values, value, 1, cut.start * width, height * width)
+                keys = place_part(keys, key, 1, cut.start * width, height * width)
+                values = place_part(values, value, 1, cut.start * width, height * width)
                 del key, value
             assert keys is not None and values is not None
             for cut in representative_pieces(cuts, x):

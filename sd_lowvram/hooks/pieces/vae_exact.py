@@ -38,7 +38,7 @@ from ...patches import Patch, replace
 from ...settings import Settings
 from ...streaming.weight_scopes import hold_weights
 from ...units import MIB
-from ...weights import needs_graph, placed, room
+from ...weights import needs_graph, place_part, room
 from ..numbers.fused_kernels import in_autoencoder
 from ..offers import Offer, OfferKind, Target
 from .maps import AnyMap, Given, Map, Overwritten
@@ -344,8 +344,8 @@ class _StripPass:
             key, value_ = step.to_k(tokens), step.to_v(tokens)
             if wide:
                 key, value_ = key.bfloat16(), value_.bfloat16()
-            keys = placed(keys, key, 1, start * width, height * width)
-            values = placed(values, value_, 1, start * width, height * width)
+            keys = place_part(keys, key, 1, start * width, height * width)
+            values = place_part(values, value_, 1, start * width, height * width)
             del strip, tokens, key, value_
         assert keys is not None and values is not None
         return _heads(keys, step.heads), _heads(values, step.heads)

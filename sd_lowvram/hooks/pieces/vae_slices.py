@@ -16,7 +16,7 @@ from ...models.anatomy import Anatomy
 from ...models.causal_autoencoder import is_hosted, sees_frames
 from ...patches import Patch, replace, wrap
 from ...settings import Settings
-from ...weights import placed
+from ...weights import place_part
 from ..offers import Offer, OfferKind, Target
 
 
@@ -57,6 +57,6 @@ def _run_single(original: Callable[..., Tensor], batch: Tensor, *args: Any, **kw
         return original(batch, *args, **kwargs)
     together: Tensor | None = None
     for number in range(len(batch)):
-        together = placed(together, original(batch[number : number + 1], *args, **kwargs), 0, number, len(batch))
+        together = place_part(together, original(batch[number : number + 1], *args, **kwargs), 0, number, len(batch))
     assert together is not None
     return together

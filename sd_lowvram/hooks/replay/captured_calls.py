@@ -20,7 +20,7 @@ from ...compat import autocast_dtype
 from ...compat.private import tree_flatten, tree_unflatten
 from ...errors import ran_out
 from ...memory.fake_mode import active_fake_mode
-from ...progress import happened
+from ...progress import log_event
 from ...weights import needs_graph
 
 _MOST_KINDS = 32
@@ -179,7 +179,7 @@ class CapturedCalls(abc.ABC):
             return False
         if facts != self._facts:
             if self._replays:
-                happened(__name__, f"{self.knob}: the model has changed, as by a LoRA: it is {self.done} anew")
+                log_event(__name__, f"{self.knob}: the model has changed, as by a LoRA: it is {self.done} anew")
             self.forget()
             self._facts, self._tensors, self._addresses = facts, tensors, addresses(tensors)
         return True
@@ -198,7 +198,7 @@ class CapturedCalls(abc.ABC):
     def _refuse(self, why: str) -> None:
         self._refused = True
         self.forget()
-        happened(__name__, f"{self.knob}: the denoiser cannot be {self.done} ({why}). It runs as it is")
+        log_event(__name__, f"{self.knob}: the denoiser cannot be {self.done} ({why}). It runs as it is")
 
 
 def kind_of(call: Call, device_type: str) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import progress
-from ...cache import place_of, remember, remembered
+from ...cache import place_of, recall, remember
 from ...compat.private import compiled_graphs, is_compilers, tree_flatten
 from ...devices.compiling import compiling_of
 from ...errors import ConflictError, NoSiteError
@@ -29,7 +29,7 @@ from ...memory.fake_mode import active_fake_mode
 from ...models import autoencoder
 from ...models.anatomy import Anatomy
 from ...patches import Patch, is_foreign, wrap
-from ...progress import happened
+from ...progress import log_event
 from ...settings import Settings
 from ...streaming.layers import is_compiled as is_compiled_module
 from ...weights import loaded_dtype, needs_graph, own_tensors
@@ -150,7 +150,7 @@ def kinds_of(anatomy: Anatomy, whole: bool = False) -> dict[str, frozenset[Any]]
 
 def were_compiled(kinds: frozenset[Any], device: torch.device) -> bool:
     """True if a process has compiled these parts for such a device, and left files in the cache."""
-    return remembered(_mark(kinds, device)) is not None
+    return recall(_mark(kinds, device)) is not None
 
 
 def _mark(kinds: Iterable[Any], device: torch.device) -> Path | None:
@@ -190,7 +190,7 @@ class _Kinds:
             shapes = tuple(leaf.shape for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
             why = "its layers have changed, as by a LoRA" if shapes in self._shapes else "for another size or batch"
             seconds = time.perf_counter() - start
-            happened(__name__, f"compile: {fresh} pieces of code were compiled again in {seconds:.0f} s: {why}")
+            log_event(__name__, f"compile: {fresh} pieces of code were compiled again in {seconds:.0f} s: {why}")
         if self._met:
             self._shapes.add(tuple(leaf.shape for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)))
         return result
@@ -209,7 +209,7 @@ class _Kinds:
                 raise
             self._failed = True
             message = " ".join(str(error).split())[:200]
-            happened(__name__, f"compile: torch's compiler fails here ({message}). The model runs as it is")
+            log_event(__name__, f"compile: torch's compiler fails here ({message}). The model runs as it is")
             return original(*args, **kwargs)
         if kind not in self._met:
             self._met.add(kind)

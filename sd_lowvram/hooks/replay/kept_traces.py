@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ...cache import MOST_BYTES, PACKAGES, code_digest, folder_of, read_private, versions, write_private
 from ...compat.private import dumped_spec, loaded_spec
 from ...kernels.compiler import limit_folder
-from ...patches import roles_of, unpatched
-from ...progress import happened
+from ...patches import roles_of, unpatched_attributes
+from ...progress import log_event
 from ...settings import Settings
 from .captured_calls import setting_of
 
@@ -111,7 +111,7 @@ def stored_trace(place: Path, model: nn.Module) -> tuple[Callable[..., Any], Any
         return function, loaded_spec(facts["spec"])
     except Exception as error:  # whatever a damaged file leads torch to
         why = " ".join(str(error).split())[:100] or type(error).__name__
-        happened(__name__, f"traced: the stored trace of this model cannot be used ({why}). It is traced again")
+        log_event(__name__, f"traced: the stored trace of this model cannot be used ({why}). It is traced again")
         return None
 
 
@@ -158,7 +158,7 @@ def _facts_of(model: nn.Module) -> list[Any] | None:
         for owner in (module, getattr(module, "processor", None)):
             if owner is None:
                 continue
-            own = unpatched(owner) if hasattr(owner, "__dict__") else {}
+            own = unpatched_attributes(owner) if hasattr(owner, "__dict__") else {}
             if not all(map(_is_known, (type(owner), *own.values()))):
                 return None
             facts += [type(owner).__qualname__, *_settings_among(own)]

@@ -26,7 +26,7 @@ def check_pair(own: ModelPatcher, small: ModelPatcher, turns: Sequence[Turn]) ->
                 f"{kind} has no UNet that is known here: UNet Schedule takes those of SD1.x, SD2.x, SDXL"
             )
         _check_deep_cache(model, turns)
-    ours, other = _told(own), _told(small)
+    ours, other = _model_facts(own), _model_facts(small)
     apart = [name for name in ours if ours[name] != other[name]]
     if apart:
         differences = ", ".join(f"{name} is {ours[name]} in one and {other[name]} in the other" for name in apart)
@@ -45,7 +45,7 @@ def check_control(own: Any, small: Any, control: Any) -> None:
         )
 
 
-def _told(model: ModelPatcher) -> dict[str, Any]:
+def _model_facts(model: ModelPatcher) -> dict[str, Any]:
     """Facts that must be equal in both models, including a node's change of the prediction."""
     config = model.model.model_config.unet_config
     bases = [base.__name__ for base in type(model.get_model_object("model_sampling")).__mro__]
