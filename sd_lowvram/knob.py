@@ -79,9 +79,9 @@ class Act(enum.Enum):
 class Depth(enum.IntEnum):
     """Layer of the model at which a knob's hook wraps it.
 
-    From the inside: converting weights, computing layers, placing weights, dividing a call into parts, replaying a
-    call,
-    and wrapping a whole call."""
+    From the inside: compiling, converting weights, computing layers, tiles and slices of the autoencoder, placing
+    weights, dividing a call into parts, replaying a call, skipping layers, parking, guidance, wrapping a whole call.
+    """
 
     COMPILES = 0
     CONVERTS = 1

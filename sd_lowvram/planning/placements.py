@@ -1,7 +1,8 @@
 """Placements: where the weights of a stage are while it runs. Each returns bytes; :mod:`.stage_seconds` makes time.
 
 :func:`placement_of` chooses one for each stage, by what knobs declare (:class:`~sd_lowvram.knob.Act`) and by the
-target. To add one, write a function from a :class:`Case` to a :class:`Placed`, and name it there.
+target. To add one, write a function from a :class:`Case` to a :class:`Placed`, and name it there. A new cost in time
+is a count: a field of :class:`Placed`, which the cost model copies to a field of :class:`~.stage_seconds.Counts`.
 """
 
 from __future__ import annotations
