@@ -31,7 +31,7 @@ PLENTY = {"vram": "1GB", "ram": "1GB", "width": 64, "height": 64, "device": "cpu
 
 ROOMS = (
     *("api.py", "session.py", "patches.py", "units.py", "settings.py", "hooks", "streaming", "kernels", "planning"),
-    *("models", "tracing", "memory", "saved_latents", "devices"),
+    *("models", "tracing", "memory", "saved_latents", "devices", "approximate"),
 )
 ADVICE = re.compile(
     r"\b(give|choose|leave|set \w+ to|set a|use|call (?!of)|load|take none|restore\(\)|turn one|write it|ask for|"
