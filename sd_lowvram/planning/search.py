@@ -7,9 +7,9 @@ more memory.
 The search begins, for every way to place the weights, with the fastest option of each stage. While the run does not
 fit, each stage that does not fit takes its next option. Candidates are compared in the order of their times. A stage
 with streamed weights is first priced by a sum: its activations, traced with all weights on the device, plus the buffer
-of the weights. The first candidate that fits by such sums is traced whole, with its weights streamed; if it still fits,
-it is the plan. Options are traced only when they are reached. Late offers of hooks are tried last, and only if a run
-that does not fit would be much faster.
+of the weights. The first candidate that fits by such sums is traced whole, with its weights streamed. If this candidate
+still fits, it is the plan. Options are traced only when they are reached. Late offers of hooks are tried last, and only
+if some run that does not fit would be much faster than the best that fits.
 
 Peaks come from tracing the real modules with the real hooks on fake tensors (:mod:`stage_costs`), times from counted
 work over the device's rates (:mod:`sd_lowvram.devices.performance`).
@@ -95,7 +95,7 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
 
 
 def _best_and_smallest(search: PlanSearch, least: bool) -> tuple[Candidate, Candidate]:
-    """Return the fastest run that fits, and the one that needs least of the device.
+    """Return the fastest run that fits, and the one that needs the least device memory.
 
     Raises:
         BudgetError: nothing fits.
@@ -153,8 +153,8 @@ class PlanSearch:
         """Return the fastest candidate that fits when it is traced whole; None if none does.
 
         A whole trace may find more bytes, or more seconds, than the sum by which a candidate was priced. Its figures
-        replace the sum. The search then continues with the next candidates, as long as one may be faster by more than a
-        trace is worth.
+        replace the sum. The search then continues with the next candidates, as long as one may be faster by
+        enough to be worth a trace.
         """
         best = self._faster(map(self._runs, [*self._placements, *self._variants]), None)
         for offer in self._late_offers:
@@ -189,7 +189,8 @@ class PlanSearch:
     def _apply_late(self, offer: Offer, run: Candidate) -> Candidate | None:
         """Return ``run`` with the knobs of a late offer in the stages that the offer changes.
 
-        Return None if ``run`` has not reached the offer's level, or if the knobs change nothing or exclude others.
+        Return None if ``run`` has not reached the offer's level, or if the knobs change nothing or conflict with
+        other knobs.
         """
         chosen = [(group, _choice(run, group)) for group in self._groups]
         if not offer.is_late_in(self._offers, run.settings):
@@ -208,7 +209,7 @@ class PlanSearch:
         chosen = [choice for choices in left if (choice := next(choices, None)) is not None]
         while len(chosen) == len(left):
             yield (run := self.pricing.whole(base, self._options(base, chosen)))
-            fits = list(map(self._fits, self._options(base, chosen)))  # by the whole trace, if the run was traced
+            fits = list(map(self._fits, self._options(base, chosen)))  # again: a whole trace may have replaced sums
             if all(fits) or not self.vram.holds(run.weights_bytes + run.overhead_bytes):
                 return
             try:
@@ -226,8 +227,10 @@ class PlanSearch:
             yield from sorted(possible, key=lambda choice: self._option(base, group, choice).seconds)
 
     def next_faster(self, best: Candidate) -> Candidate | None:
-        """Return the rejected run that is faster than ``best`` and exceeds the device's budget by the least; None:
-        there is none.
+        """Return the rejected run that is faster than ``best`` and exceeds the device's budget by the fewest bytes.
+
+        Returns:
+            The run; None if there is none.
         """
         beyond = [run for run in self._rejected if run.needed_bytes > self.request.vram and run.seconds < best.seconds]
         faster = [run for run in beyond if run.host_bytes <= self.request.ram and self._small(run)]
@@ -247,12 +250,12 @@ class PlanSearch:
     def smallest_as_traced_whole(self) -> Candidate | None:
         """Return the result of :meth:`smallest` by whole traces, which is slower.
 
-        A budget of its size is enough for a plan.
+        A budget of the memory that this run needs is enough for a plan.
         """
         return self._settle(self.smallest)
 
     def recomputes(self, run: Candidate) -> bool:
-        """Return True if a stage that runs once has the highest peak, or nearly so.
+        """Return True if a stage that runs once has the highest peak, or nearly the highest.
 
         Such a stage may recompute maps; its price as a sum is then too low.
         """
@@ -272,7 +275,7 @@ class PlanSearch:
         return None
 
     def _settle(self, find: Callable[[], Candidate | None]) -> Candidate | None:
-        """Trace the result of a search whole and search again, until the result stays the same."""
+        """Call ``find``, trace the run that it returns as a whole, and repeat until the run stays the same."""
         run, priced = find(), None
         while run is not None and run != priced:
             self.pricing.confirm(run)
@@ -292,7 +295,14 @@ class PlanSearch:
         allowed: Callable[[Candidate], bool],
         ways: Callable[[Group], list[Choice]] = lambda group: group.choices,
     ) -> Candidate | None:
-        """The run with the smallest attribute ``name``, among weight placements ``bases`` and allowed ``ways``."""
+        """Return the run with the smallest attribute ``name``.
+
+        Args:
+            bases: the weight placements to compare.
+            name: an attribute of a candidate.
+            allowed: True for an option that the run may use.
+            ways: the choices of a group to compare.
+        """
         size, runs = operator.attrgetter(name), []
         for base in bases:
             options = (
@@ -322,7 +332,7 @@ class PlanSearch:
 
     @functools.cached_property
     def _ways(self) -> dict[Settings, WeightPlacement]:
-        """Settings for each way to place the weights, and the way.
+        """Settings for each way to place the weights, mapped to that way.
 
         A way that the model's weights do not allow is skipped. Its error is raised only if no other way is left.
         """
@@ -358,10 +368,10 @@ class PlanSearch:
         return add_offers(whole, select_kind(self._offers, OfferKind.ALWAYS)) if conflict(whole) is None else None
 
     def _buffer_sizes(self, base: Settings, mib_knob: str) -> list[Settings]:
-        """Return ``base`` with each buffer size for streamed weights that is tried. Sizes do not depend on the budget.
+        """Return one copy of ``base`` for each buffer size to try. The sizes do not depend on the budget.
 
         Args:
-            mib_knob: the knob with this size in MiB; "": no size is tried.
+            mib_knob: the knob that sets the buffer for streamed weights, in MiB; "": no size is tried.
         """
         if not mib_knob or getattr(base, mib_knob) is not None or self._denoiser is None:
             return [base]
@@ -415,13 +425,13 @@ def _choice(run: Candidate, group: Group) -> Choice:
 
 
 _WORTH_A_TRACE = 0.995
-"""Another run is traced only if its predicted time is below this part of the best time."""
+"""Another run is traced only if its predicted time is below this fraction of the best time."""
 
 _WORTH_MORE_TRACES = 0.95
-"""Late offers are tried if a run that does not fit needs less than this part of the best time."""
+"""Late offers are tried if a run that does not fit needs less than this fraction of the best time."""
 
 _NEARLY = 0.8
-"""A stage that needs this part of the largest stage may be the largest itself when it is traced whole."""
+"""A stage with this fraction of the highest peak may turn out to be the highest when it is traced whole."""
 
 _SHARES = (1, 2, 4, 6, 8, 10, 12, 14, 16)
-"""Buffers for streamed blocks that are tried, in sixteenths of the denoiser's weights."""
+"""Buffer sizes to try for streamed blocks, in sixteenths of the denoiser's weights."""

@@ -2,11 +2,11 @@
 
 Resident blocks stay on the device while their models are in use; streamed blocks pass through a ring. Residents and
 ring are one buffer (:mod:`pool`). The ring may also *follow the activations*: its size then differs from moment to
-moment, and each streamed block has its own allocation, from its fetch until another block is called.
+moment. Each streamed block then has its own allocation, from its fetch until another block is called.
 
-A weight is *lent* while ``tensor.data`` is a view of the buffer: a streamed weight from the call of its layer until
-another block is called, a resident one until the run ends. At all other times it is the host copy, so a program that
-changes or saves weights between runs sees complete weights in host memory.
+A weight is *lent* while ``tensor.data`` is a view of the buffer. A streamed weight is lent from the call of its layer
+until another block is called, a resident one until the run ends. At all other times ``tensor.data`` is the host copy,
+so a program that changes or saves weights between runs sees complete weights in host memory.
 
 A block is fetched as soon as no layer needs the bytes that it will occupy. The order of the blocks is the order in
 which an earlier run used them; fetches run ahead in that order, into the next step too. A run in another order works,
@@ -16,7 +16,7 @@ Under autograd the ring is not used, because its bytes are overwritten before th
 copies, which the backward makes again (:mod:`followed`); on a CPU it computes with the host weights themselves.
 
 Source: basujindal's split model and diffusers' group offloading for the idea; the ring of bytes is ours.
-Fidelity: ``bitwise``; layers split by rows ``rounding``.
+Fidelity: ``bitwise``, but ``rounding`` for layers that are split by rows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ActiveStreams:
 
 
 class Stream:
-    """Streams the weights of one model, or of several that take turns within a step (a ControlNet and its UNet)."""
+    """Stream the weights of one model, or of several that take turns within a step (a ControlNet and its UNet)."""
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class Stream:
         # (id(module), entry) -> patch of a layer that was there when the hooks were attached
         self._patches = {(id(layer.module), layer.entry): self._patch(layer) for layer in layers_of(self._components)}
         self._later: dict[tuple[int, str], Patch] = {}  # the same for layers that a host has added since
-        self._taken_off: set[tuple[int, str]] = set()  # keys of _patches whose layers are wrapped now
+        self._taken_off: set[tuple[int, str]] = set()  # keys of _patches that are off: a LoRA wraps their layers
         self._orders: dict[str, list[str]] = {}  # model -> names of its layers in the order in which a run called them
         self._known: list[Any] | None = None  # signature of the models at the last survey; None: survey again
         self._tensors: list[Tensor] = []  # weights of all layers, each once, streamed ones first
         self._contents: list[Any] = []  # their storages and versions at that survey; empty: written to since
-        self._roles: dict[int, tuple[int, ...] | None] = {}  # id(module) -> its blocks; None: table looked up on host
+        self._roles: dict[int, tuple[int, ...] | None] = {}  # id(module) -> its blocks; None: a table, read on the host
         self._layout = lay_down((), policy, {})  # the blocks, their schedule and the buffer on the device
         self._copier = Copier(self._host_weights, torch.device("cpu"))
         self._thread: int | None = None  # the thread that runs the models now
@@ -111,7 +111,7 @@ class Stream:
         self._lent: dict[int, list[int]] = {}  # lent block -> versions that its tensors had when they were lent
         self._passing: set[int] = set()  # streamed blocks that were lent and have not left yet
         self._busy: defaultdict[int, int] = defaultdict(int)  # block -> layers of it that are running
-        self._held: defaultdict[int, int] = defaultdict(int)  # block -> enclosing `repeated_calls` that need it
+        self._held: defaultdict[int, int] = defaultdict(int)  # block -> number of `repeated_calls` that need it
         self._barred: tuple[int, int] | None = None  # the next block to fetch, and the block that is in its way
         self._copied: dict[int, Copied | None] = {}  # block -> event after its copy
         self._used: dict[int, Moment | None] = {}  # block -> moment after its last use
@@ -233,7 +233,7 @@ class Stream:
             self.evict()
             return
         if self._layout.open and not self._copier.is_home_stream:
-            self.evict()  # the allocator ties a block to the compute stream on which it was allocated
+            self.evict()  # the allocator ties memory to the compute stream on which it was allocated
         if not self._layout.open:
             self._layout.take_room(self._device)
             self._copier = Copier(self._host_weights, torch.device("cpu") if self._is_fake() else self._device)
@@ -284,7 +284,7 @@ class Stream:
             self._bring(number)
 
     def _bring(self, number: int) -> None:
-        """Bring a block to the device, take back those that are no longer in use, and fetch ahead."""
+        """Bring a block to the device, take back the blocks that are no longer in use, and fetch ahead."""
         self._last = number
         for other in [block for block in self._passing if block != number and not self._is_needed(block)]:
             self._leave(other)
@@ -303,7 +303,7 @@ class Stream:
         return self._busy[number] > 0 or self._held[number] > 0
 
     def _make_room(self, number: int) -> None:
-        """Drop streamed blocks that a run in an unexpected order has left, if the ring follows the activations."""
+        """Drop streamed blocks that an unexpected order left on the device, if the ring follows the activations."""
         if not self._layout.rooms or number == STAYING:
             return
         for other in [block for block in self._layout.streamed if block in self._there and self._busy[block] == 0]:
@@ -315,7 +315,7 @@ class Stream:
         self._take_back(number)
         self._passing.discard(number)
         if self._layout.rooms and number in self._there:
-            self._copier.wait(self._copied.pop(number, None))  # it may never have been used
+            self._copier.wait(self._copied.pop(number, None))  # the block may be fetched but never used
             self._there.discard(number)
             self._layout.drop(number)
 
@@ -341,7 +341,7 @@ class Stream:
         """Fetch the blocks after ``position`` while they fit.
 
         Args:
-            position: number of the block that runs; after a step, the number of all blocks: the first block is next.
+            position: number of the block that runs; after a step, the count of blocks, so that the first one is next.
         """
         if self._barred is not None and self._bars(*self._barred, position):
             return
@@ -364,7 +364,7 @@ class Stream:
         self._barred = None
 
     def _bars(self, number: int, other: int, position: int) -> bool:
-        """True if ``other`` occupies bytes that ``number`` needs, and is used before it."""
+        """True if block ``other``, in bytes that block ``number`` needs, is used before ``number``."""
         if other not in self._there or number in self._there:
             return False
         steps = len(self._layout.blocks) + 1
@@ -406,7 +406,7 @@ class Stream:
                 self._contents = contents(self._tensors)
             return
         self.evict()
-        self._known = None  # an error from here on is followed by another survey
+        self._known = None  # after an error from here on, the next run surveys again
         layers = layers_of(self._components)
         self._layout = lay_down(layers, self._policy, self._orders)
         self._roles = self._layout.roles()
@@ -415,11 +415,11 @@ class Stream:
         apart = not self._host_weights.can_pin(tensor for layer in layers for tensor in layer.tensors)
         tensors = *self._layout.streamed_tensors(apart), *(tensor for layer in layers for tensor in layer.tensors)
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        self._host_weights.add(self._tensors)  # what is copied in every step is pinned before what is copied once
+        self._host_weights.add(self._tensors)  # weights copied in every step are pinned before those copied once
         self._known, self._contents = facts, contents(self._tensors)
 
     def _follow(self, layers: list[Layer]) -> None:
-        """Patch layers that are new, and free those that are not called by themselves any more."""
+        """Patch new layers, and take the patches off layers that are gone or that a LoRA has wrapped."""
         wanted = {(id(layer.module), layer.entry): layer for layer in (*layers, *self._layout.layers())}
         for key in [key for key in self._later if key not in wanted]:
             take_off(self._later.pop(key))
@@ -460,6 +460,6 @@ class Stream:
 
 
 def _copy_with_grad(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on ``device`` that autograd follows. The host does not wait for it if ``tensor`` is pinned."""
+    """Return a copy on ``device`` that autograd follows. If ``tensor`` is pinned, the host does not wait for it."""
     with weights_account():
         return tensor.to(device, non_blocking=True)

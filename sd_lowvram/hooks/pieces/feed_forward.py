@@ -1,6 +1,8 @@
-"""Feed-forward layers by chunks of tokens: of the hidden map, eight times as wide, only a chunk exists at a time.
+"""Feed-forward layers in chunks of tokens.
 
-Source: ours for Stable Diffusion; tokens do not see each other in a feed-forward layer. Fidelity: ``rounding``.
+The hidden map is eight times as wide as the tokens; only one chunk of it exists at a time.
+
+Source: ours for Stable Diffusion; a feed-forward layer computes each token by itself. Fidelity: ``rounding``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def feed_forward(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
     Args:
         anatomy: its feed-forward layers are patched.
         settings: ``feed_forward_chunks`` is the number of chunks.
-        device: not read.
+        device: unused.
 
     Yields:
         One patch of ``forward`` for each layer.
@@ -46,11 +48,11 @@ def feed_forward(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Offer 4, 8 or 16 chunks, at levels 1, 4 and 5."""
+    """Offer 4, 8 and 16 chunks at levels 1, 4 and 5, and 2 chunks late at level 3."""
     if target.anatomy.feed_forwards:
         for level, parts in {1: 4, 4: 8, 5: 16}.items():
             yield Offer(OfferKind.LADDER, {"feed_forward_chunks": parts}, level=level, stages=("denoise",))
-        # Each chunk copies weights again that do not fit the buffer together.
+        # Weights that do not fit the buffer together are copied again for each chunk.
         yield Offer(OfferKind.LATE, {"feed_forward_chunks": 2}, level=3, stages=("denoise",))
 
 
