@@ -117,12 +117,13 @@ def cut_on_the_host(pipe: Any, folder: Path) -> bool:
 
 
 def sent(pipe: Any, folder: Path) -> bool:
-    """A map leaves while other tensors take its memory."""
-    noise = torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0))
+    """A map leaves while other tensors take its memory: large ones, as small ones may find other free blocks."""
+    shape = 1, 8, 512, 768
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     with PINNED_BUFFERS.keep():
         parked = send(noise.to(GPU) * 1)
-        send(torch.zeros(1, 8, 32, 32, device=GPU))
-        torch.zeros(1, 8, 32, 32, device=GPU)
+        send(torch.zeros(shape, device=GPU))
+        torch.zeros(shape, device=GPU)
         return torch.equal(fetch(parked).cpu(), noise)
 
 
@@ -263,6 +264,7 @@ def test_a_planted_fault_is_found(
 ) -> None:
     """Also where every copy happens to run at once, and bits are right. Memory that is given back to the card between
     stages waits for all copies, and would hide what lacks: here none is."""
+    torch.cuda.empty_cache()  # of other tests
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     owner, name, make, work, found = FAULTS[fault]
     with exchanged(owner, name, make):
