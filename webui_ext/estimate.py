@@ -112,12 +112,12 @@ def sentence(make: Callable[[], Plan], size: str) -> Told:
     return _estimate_text("fits", head, "; ".join([f"{fits}, {about}", *_unusual_choices(plan)]))
 
 
-def join_texts(tolds: Sequence[Told]) -> Told:
+def join_texts(texts: Sequence[Told]) -> Told:
     """Texts of a generation's passes: all lines, under the head of the worst.
 
     Among equals it is the head of the last pass, which is the larger picture."""
-    worst = max(reversed(tolds), key=lambda part: _VERDICTS.index(part.verdict))
-    return Told(worst.verdict, worst.head, "".join(part.line for part in tolds))
+    worst = max(reversed(texts), key=lambda part: _VERDICTS.index(part.verdict))
+    return Told(worst.verdict, worst.head, "".join(part.line for part in texts))
 
 
 def _share_text(part: str, whole: str) -> str:

@@ -58,7 +58,7 @@ class Namespaces:
         self._tables: dict[str, Any] = {}
         self._contexts: dict[str, ContextVar[Any]] = {}
         self._differing: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        """What was not as when it was first seen, as it was the last time, and its differences."""
+        """Per namespace: its content when it was last read, and how that differs from its first content."""
 
     def extend(self) -> None:
         """Take in what has been imported since."""
