@@ -19,9 +19,10 @@ from .models.anatomy import Anatomy
 from .models.causal_autoencoder import FRAMES
 from .models.latents import has_frames, latent_channels, pixel_channels, scale_factor, unpack
 from .models.recorded import Rehearsal
-from .models.support import cannot_be_rehearsed
+from .models.support import cannot_be_called
 from .patches import Patch, roles_of
 from .planning.fallback import Shortage, fallback, leaner, shortage
+from .planning.first_calls import await_calls, size_of_calls
 from .planning.followed_calls import told_of_autograd
 from .planning.max_size import largest_plans
 from .planning.plan import FallbackStep, Plan
@@ -98,7 +99,8 @@ def optimize(
     Args:
         target: a diffusers pipeline of SD1.x, SD2.x, SDXL, SD3, FLUX.1, FLUX.2 Klein, Z-Image, Chroma, Qwen-Image or
             Krea 2, or its denoiser, vae or text encoder. Any other pipeline is planned by its
-            own call, which is rehearsed on fake tensors (``call``). Any other module if ``settings`` fix ``offload``:
+            own call, which is rehearsed on fake tensors (``call``); if that fails, each model is planned at its first
+            call, and the plan has no totals until then. Any other module if ``settings`` fix ``offload``:
             its weights are placed and counted, and its calls are not planned.
         vram: budget on the device: "4GB", "3.5 GiB", 4096 (MiB). None: what is free now.
         ram: budget in host memory, for weights and activations that are not on the device. None: what is free now.
@@ -181,6 +183,10 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
     def larger(width: int, height: int, batch: int, passes: int, frames: int) -> None:
         replan(width=width, height=height, batch=batch, passes=passes, frames=frames)
 
+    def called(record: Rehearsal) -> None:
+        replan(rehearsal=record, **size_of_calls(record))
+        _log_first_plan(_plan_of(target))
+
     def exchanged(name: str, part: nn.Module) -> None:
         if roles_of(part):
             raise ConflictError(
@@ -200,10 +206,8 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
     def watches(anatomy: Anatomy, request: Request) -> Iterator[Patch]:
         """Guards of every call, innermost first."""
         yield from fallback(anatomy, go_leaner)
-        if request.rehearsal is None:
-            yield from watch_sizes(anatomy, request, larger)
-        else:
-            yield from watch_calls(anatomy, request.rehearsal, lambda record: replan(rehearsal=record))
+        yield from watch_sizes(anatomy, request, larger)
+        yield from watch_calls(anatomy, request, called)
         yield from exchanges(target, anatomy, exchanged)
         yield from told_of_autograd(anatomy)
 
@@ -251,6 +255,13 @@ def _plan_of(target: Any) -> Plan:
     """The current plan of ``target``."""
     plan: Plan = attachments(target)[-1].plan
     return plan
+
+
+def _log_first_plan(plan: Plan) -> None:
+    """Log a plan that was made from first calls, once it has totals."""
+    record = plan.request.rehearsal
+    if record is not None and record.why and not plan.at_first_call:
+        log_event(__name__, f"planned at first calls: {plan!r}")
 
 
 def _leaner(anatomy: Anatomy, plan: Plan, short: Shortage, settings: Settings) -> Plan:
@@ -441,7 +452,7 @@ def _anatomy(
 
     Raises:
         BadInputError: the stated call cannot be rehearsed.
-        UnsupportedModelError: no family is known, and the target cannot be called with size and steps alone.
+        UnsupportedModelError: no family is known, and the target is not a pipeline.
     """
     refusal, scale = None, ("guidance_scale", 1.0)
     try:
@@ -451,7 +462,7 @@ def _anatomy(
         scale = anatomy.family.guidance_scale, float(anatomy.family.guides_above)
     except UnsupportedModelError as error:
         refusal = error
-    record = _rehearsal(target, run, None if guided else scale, call)
+    record = _rehearsal(target, run, None if guided else scale, call, refusal is not None)
     if record is not None:
         return anatomy_of(target, settings, record)
     if refusal is not None:
@@ -459,8 +470,14 @@ def _anatomy(
     return anatomy
 
 
-def _rehearsal(target: Any, run: RunOptions, scale: Any, call: Mapping[str, Any] | None) -> Rehearsal | None:
-    """The record of the target's own call; None if it has none, or cannot be called with what is stated of the run."""
+def _rehearsal(
+    target: Any, run: RunOptions, scale: Any, call: Mapping[str, Any] | None, required: bool
+) -> Rehearsal | None:
+    """The record of the target's own call, or one that waits for its first calls; None if it has none.
+
+    Args:
+        required: True if there is no plan without a record.
+    """
     if isinstance(target, nn.Module) or not isinstance(getattr(target, "components", None), dict):
         if call is None:
             return None
@@ -471,9 +488,9 @@ def _rehearsal(target: Any, run: RunOptions, scale: Any, call: Mapping[str, Any]
     except Exception as error:
         if ran_out(error):
             raise
-        if call is None:
-            return None
-        raise cannot_be_rehearsed(target, call, error) from error
+        if call is not None and isinstance(error, (TypeError, ValueError)):
+            raise cannot_be_called(target, call, error) from error
+        return await_calls(target, error) if required or call is not None else None
     return record if record.rows else None
 
 

@@ -166,12 +166,16 @@ class Rehearsal:
         order: all calls in their order, as numbers of rows.
         steps: models that are called in every step, in groups; those of a group take turns within a step.
         denoiser: the largest of them, or the model that bears a denoiser's name; empty if there is none.
+        waiting: models that are planned at their first call, because the pipeline's call could not be rehearsed.
+        why: the error of that rehearsal. With one, ``order`` has only first calls.
     """
 
     rows: tuple[Row, ...]
     order: tuple[int, ...]
     steps: tuple[tuple[str, ...], ...] = ()
     denoiser: str = ""
+    waiting: tuple[str, ...] = ()
+    why: str = ""
 
     @property
     def calls(self) -> list[Row]:
@@ -184,7 +188,9 @@ class Rehearsal:
         return Counter(row.component for row in self.calls)
 
     def times(self, rows: Iterable[Row]) -> int:
-        """Number of calls of each of ``rows`` on average, at least 1."""
+        """Number of calls of each of ``rows`` on average, at least 1; 0 if it is unknown."""
+        if self.why:
+            return 0
         numbers = [self.rows.index(row) for row in rows]
         return max(1, round(sum(self.order.count(number) for number in numbers) / max(1, len(numbers))))
 
@@ -193,6 +199,10 @@ class Rehearsal:
         """Height and width of the last map that an autoencoder decodes; None if none does."""
         decoded = [row.size for row in self.calls if row.method == "decode" and len(row.size) == 2]
         return (decoded[-1][0], decoded[-1][1]) if decoded else None
+
+    def waits_for(self, component: str, stage: str) -> bool:
+        """Return True if a model's stage is planned when it is called first."""
+        return component in self.waiting and stage != "encode"
 
     def add_larger(self, larger: Row) -> Rehearsal:
         """Return a record that has ``larger`` too, a call that came with more than any of its model's rows.

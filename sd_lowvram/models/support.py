@@ -177,8 +177,8 @@ def reads_values(error: BaseException) -> bool:
     return type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
-def cannot_be_rehearsed(target: Any, call: Mapping[str, Any], error: Exception) -> BadInputError:
-    """Return the error that a pipeline's call cannot be planned from its own code.
+def cannot_be_called(target: Any, call: Mapping[str, Any], error: Exception) -> BadInputError:
+    """Return the error that a pipeline cannot be called as stated.
 
     Args:
         target: the pipeline.
@@ -186,12 +186,6 @@ def cannot_be_rehearsed(target: Any, call: Mapping[str, Any], error: Exception) 
         error: what the call raised.
     """
     kind, said = type(target).__name__, ", ".join(sorted(call)) or "no arguments"
-    if reads_values(error):
-        return UnsupportedModelError(
-            f"a model of {kind} reads values of its inputs ({error}), so its calls cannot be known before it runs: its "
-            "weights are streamed, and no more is planned, by settings=Settings(offload='layer') without a stated call",
-            owner=kind,
-        )
     message = " ".join(f"{type(error).__name__}: {error}".split())
     return BadInputError(f"{kind} cannot be called with the stated {said} ({message:.300}): state what it requires")
 

@@ -65,6 +65,7 @@ class StagePlan:
         choice: knobs that were chosen for the stage.
         least_host_bytes: host memory that would be enough.
         disk_wait: the seconds that a step waits for these reads.
+        at_first_call: True if the stage is planned when it is called first; until then only weights are counted.
     """
 
     name: str
@@ -86,6 +87,15 @@ class StagePlan:
     slowdown: float = 1.0
     disk_bytes: int = 0
     disk_wait: float = 0.0
+    at_first_call: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; None for each figure of a stage that is planned at its first call."""
+        plain = dataclasses.asdict(self)
+        if self.at_first_call:
+            figures = (name for name, value in plain.items() if type(value) in (int, float))
+            plain |= dict.fromkeys(figures)
+        return plain
 
 
 @dataclass(frozen=True)
@@ -185,8 +195,10 @@ class Plan:
 
     Attributes:
         settings: every knob as it is attached.
-        fits: True if peak plus overhead stay within the budget, and host memory within its own.
-        predicted: the run as a whole; ``stages``: each part of it.
+        fits: True if peak plus overhead stay within the budget, and host memory within its own; None if a stage is
+            planned at its first call.
+        predicted: the run as a whole, of stages that are planned at their first call the weights alone; ``stages``:
+            each part of it.
         minimum_peak_bytes: the least peak of all allowed settings; ``minimum_vram_bytes`` adds the overhead. It is
             traced in parts. A whole trace, which would double the time of a first plan, may find a segment or two more
             (SDXL at 1024x1024: 656 MiB for 624). BudgetError's ``needed_bytes`` are traced whole.
@@ -201,7 +213,7 @@ class Plan:
 
     settings: Settings
     request: Request
-    fits: bool
+    fits: bool | None
     predicted: Predicted
     stages: tuple[StagePlan, ...]
     minimum_peak_bytes: int
@@ -225,6 +237,11 @@ class Plan:
         """The same with bars, for notebooks."""
         return shown.as_html(self.as_dict())
 
+    @property
+    def at_first_call(self) -> bool:
+        """True if a stage is planned when it is called first, so that the run has no totals yet."""
+        return any(stage.at_first_call for stage in self.stages)
+
     def after(self, fallback_steps: tuple[FallbackStep, ...]) -> Plan:
         """Return this plan with ``fallback_steps`` added to its own."""
         sentences = (step.told for step in fallback_steps)
@@ -240,16 +257,19 @@ class Plan:
         request = {**dataclasses.asdict(asked), "device": str(self.request.device)}
         request["guidance"] = self.request.passes * self.request.calls > 1
         del request["pace"], request["rehearsal"]
+        unknown = _TOTALS if self.at_first_call else ()
         return plain | {
             "settings": self.settings.as_dict(),
             "request": request | {"rates": self.request.rates.name},
             "predicted": dataclasses.asdict(self.predicted),
-            "stages": [dataclasses.asdict(stage) for stage in self.stages],
+            "stages": [stage.as_dict() for stage in self.stages],
+            "at_first_call": self.at_first_call,
             "fidelity": str(self.fidelity),
             "reasons": [str(reason) for reason in self.reasons],
             "reason_values": [reason.as_dict() for reason in self.reasons],
             "fallback_steps": [{"name": step.name, "told": str(step.told)} for step in self.fallback_steps],
             "next_faster": self._next_faster(),
+            **dict.fromkeys(unknown),
         }
 
     def _next_faster(self) -> dict[str, Any] | None:
@@ -264,3 +284,7 @@ class Plan:
             "seconds": faster.seconds,
             "saved_seconds": self.predicted.seconds - faster.seconds,
         }
+
+
+_TOTALS = ("fits", "predicted", "minimum_peak_bytes", "minimum_vram_bytes", "minimum_ram_bytes", "next_faster")
+"""Values of a plan that JSON has as None while a stage waits for its first call."""

@@ -124,6 +124,11 @@ def reasons(request: Request, best: Candidate, following: Candidate | None, abou
         following: the nearest faster candidate beyond the budget; None: there is none.
         about: facts on ``best``.
     """
+    record = request.rehearsal
+    if record is not None and record.waiting:
+        yield Reason(Kind.AT_FIRST_CALL, models=list(record.waiting), why=record.why)
+        yield from _limit_reason(request)
+        return
     yield Reason(Kind.PEAK, **_budget(request, best), stage=best.worst.name)
     yield from _weight_reasons(request, best, about)
     yield from _speed_reasons(request, best, about)

@@ -20,6 +20,7 @@ from ..models.causal_autoencoder import FRAMES
 from ..models.recorded import Rehearsal, row_of
 from ..patches import Patch, wrap
 from ..units import format_size
+from .first_calls import add_first_call, row_of_call
 from .request import Request
 from .stages import scale_factor
 
@@ -33,7 +34,7 @@ def watch_sizes(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[
 
     Larger means more pixels, pictures, frames, or passes of guidance, or other conditions (an IP-Adapter that was
     loaded or unloaded). The call continues with what is attached then; an exception of ``replan`` is raised to the
-    caller instead.
+    caller instead. A run whose calls were recorded has no such patches.
 
     Args:
         anatomy: parts of the target; denoiser and autoencoder are watched.
@@ -41,7 +42,7 @@ def watch_sizes(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[
         replan: plans and attaches anew.
     """
     factor = scale_factor(anatomy)
-    for name in (anatomy.denoiser, anatomy.autoencoder):
+    for name in (anatomy.denoiser, anatomy.autoencoder) if request.rehearsal is None else ():
         component = anatomy.components[name or ""] if name else None
         for entry in anatomy.entries[name] if name else ():
             denoises = name == anatomy.denoiser
@@ -54,19 +55,24 @@ def watch_sizes(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[
             yield wrap(component, entry, watch, "size watch")
 
 
-def watch_calls(anatomy: Anatomy, record: Rehearsal, replan: Callable[[Rehearsal], None]) -> Iterator[Patch]:
-    """Yield patches that call ``replan(record)`` before a call with more bytes than any that was rehearsed.
+def watch_calls(anatomy: Anatomy, request: Request, replan: Callable[[Rehearsal], None]) -> Iterator[Patch]:
+    """Yield patches that call ``replan(record)`` before a call with more bytes than any that was recorded.
 
     Args:
         anatomy: parts of the target, all of which are watched.
-        record: what was planned for.
+        request: what was planned for; without a record of its calls there are no patches.
         replan: plans and attaches anew, for a record with the larger call.
     """
-    for name, component in anatomy.components.items():
+    record = request.rehearsal
+    if record is None:
+        return
+    for name in anatomy.components:
         for entry in anatomy.entries[name]:
             alike = [row for row in record.rows if (row.component, row.path, row.method) == (name, "", entry)]
             most, reads = max((row.given_bytes for row in alike), default=0), any(row.reads for row in alike)
-            yield wrap(component, entry, _CallWatch(name, component, entry, record, most, reads, replan), "size watch")
+            first = bool(record.why) and not alike
+            watch = _CallWatch(anatomy, name, entry, request, record, most, reads, first, replan)
+            yield wrap(anatomy.components[name], entry, watch, "size watch")
 
 
 @dataclass(frozen=True)
@@ -74,14 +80,16 @@ class _CallWatch:
     """Looks at the calls of a model, of which ``most`` bytes of tensors among the arguments were planned.
 
     A model that ``reads`` values can be traced with values that are on the CPU only. If they are on the GPU, a larger
-    call runs as it is."""
+    call runs as it is. So does a ``first`` call that cannot be traced at all."""
 
+    anatomy: Anatomy
     name: str
-    component: Any
     entry: str
+    request: Request
     record: Rehearsal
     most: int
     reads: bool
+    first: bool
     replan: Callable[[Rehearsal], None]
     seen: set[tuple[torch.Size, ...]] = field(default_factory=set)
 
@@ -91,21 +99,35 @@ class _CallWatch:
         if shapes in self.seen or tracing():
             return original(*args, **kwargs)
         given = sum(tensor.nbytes for tensor in tensors)
-        if given > self.most:
-            try:
-                self.replan(self.record.add_larger(row_of(self.name, "", self.entry, None, args, kwargs, self.reads)))
-            except BudgetError as error:
-                more = f"{self.name} is called with {format_size(given)}, more than planned ({format_size(self.most)})"
-                error.args = (f"{more}: {error}",)
-                raise
-            except PlanningError:
-                if not self.reads:
-                    raise
-                self.seen.add(shapes)
-                return original(*args, **kwargs)
-            return getattr(self.component, self.entry)(*args, **kwargs)
+        if (self.first or given > self.most) and self._plan(given, args, kwargs):
+            return getattr(self.anatomy.components[self.name], self.entry)(*args, **kwargs)
         self.seen.add(shapes)
         return original(*args, **kwargs)
+
+    def _plan(self, given: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Plan anew for a call; return False if it cannot be traced.
+
+        Raises:
+            BudgetError: the call does not fit.
+        """
+        for reads in (False, True) if self.first else (self.reads,):
+            try:
+                self.replan(self._record_with(args, kwargs, reads))
+                return True
+            except BudgetError as error:
+                more = f"{self.name} is called with {format_size(given)}, more than planned ({format_size(self.most)})"
+                error.args = (f"{f'{self.name} is planned at its first call' if self.first else more}: {error}",)
+                raise
+            except PlanningError:
+                if not self.reads and not self.first:
+                    raise
+        return False
+
+    def _record_with(self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool) -> Rehearsal:
+        if not self.first:
+            return self.record.add_larger(row_of(self.name, "", self.entry, None, args, kwargs, reads))
+        row = row_of_call(self.anatomy, self.name, self.entry, args, kwargs, reads)
+        return add_first_call(self.anatomy, self.request, row, args, kwargs)
 
 
 def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object]) -> Iterator[Patch]:

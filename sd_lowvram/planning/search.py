@@ -33,6 +33,7 @@ from ..models.support import check_moved
 from ..settings import Settings, add_implied, conflict
 from ..units import MIB
 from .cost_model import Pricing
+from .first_calls import until_denoiser
 from .options import Choice, Group, WeightPlacement, groups, weight_ways
 from .plan import Candidate, Plan, StagePlan
 from .reasons import allocation_error, budget_error, reasons, rejection_reason
@@ -60,7 +61,7 @@ def make_plan(
     Raises:
         BudgetError: nothing fits; the error has the smallest budget that works and the stage that needs it.
     """
-    return best_plan(PlanSearch(anatomy, request, settings, approximate), least)
+    return best_plan(PlanSearch(anatomy, request, until_denoiser(request, settings), approximate), least)
 
 
 def best_plan(search: PlanSearch, least: bool = True) -> Plan:
@@ -77,10 +78,11 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
     best, smallest = _best_and_smallest(search, least)
     smallest = min(smallest, best, key=lambda run: run.needed_bytes)
     following, about = search.next_faster(best), search.pricing.about(best)
+    waiting = request.rehearsal is not None and bool(request.rehearsal.waiting)
     return Plan(
         settings=best.settings,
         request=request,
-        fits=True,
+        fits=None if waiting else True,
         predicted=best.predicted,
         stages=tuple(search.explain_stages(best)),
         minimum_peak_bytes=smallest.peak_bytes,
@@ -415,7 +417,10 @@ class PlanSearch:
                 for other_stage in priced
                 if (other_stage.name, other_stage.component) == (stage.name, stage.component)
             ]
-            yield dataclasses.replace(stage, why=rejection_reason(stage, others, self.request, self.largest))
+            record = self.request.rehearsal
+            waits = record is not None and record.waits_for(stage.component, stage.name)
+            why = "" if waits else rejection_reason(stage, others, self.request, self.largest)
+            yield dataclasses.replace(stage, why=why, at_first_call=waits)
 
 
 def _choice(run: Candidate, group: Group) -> Choice:

@@ -10,6 +10,9 @@ from ..knob import Fidelity
 from ..units import LONG, format_share, format_size, format_time
 from .wording import Kind, Reason, describe_choice, drop_peak
 
+AT_FIRST_CALL = "at first call"
+"""Words for a stage that is planned when it is called first."""
+
 HEADS = ("stage", "allocated", "weights", "RAM", "time")
 
 _WEIGHTS, _ACTIVATIONS, _BUDGET = "#4276ad", "#8fb4d9", "#d6384a"
@@ -21,12 +24,16 @@ _LEAST_ROOM = 0.02
 def title(plan: dict[str, Any]) -> str:
     """Return the title: size, batch and steps."""
     request = plan["request"]
-    return f"{request['width']}x{request['height']}, batch {request['batch']}, {request['steps']} steps"
+    size = "any size" if plan["predicted"] is None else f"{request['width']}x{request['height']}"
+    return f"{size}, batch {request['batch']}, {request['steps']} steps"
 
 
 def rows(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """A row for each stage, with the columns of :data:`HEADS`."""
     for stage in plan["stages"]:
+        if stage["at_first_call"]:
+            yield _label(stage), AT_FIRST_CALL, *[""] * (len(HEADS) - 2)
+            continue
         sizes = (stage["peak_bytes"], stage["weights_bytes"], stage["host_bytes"])
         yield _label(stage), *map(format_size, sizes), format_time(stage["seconds"])
 
@@ -40,6 +47,8 @@ def _label(stage: dict[str, Any]) -> str:
 def headline(plan: dict[str, Any]) -> str:
     """Line that says how much of the budget the picture needs, and how long it takes."""
     predicted = plan["predicted"]
+    if predicted is None:
+        return verdict(plan)
     needed = predicted["reserved_bytes"] + predicted["overhead_bytes"]
     return f"fits: {format_share(needed, plan['request']['vram'])}, {format_time(predicted['seconds'])}"
 
@@ -55,13 +64,15 @@ def peak_of_budget(plan: dict[str, Any]) -> str:
 
 def verdict(plan: dict[str, Any]) -> str:
     """Bytes, time and fidelity in one line."""
+    if plan["predicted"] is None:
+        return f"planned {AT_FIRST_CALL}, within {format_size(plan['request']['vram'])}"
     picture = f"picture {Fidelity[plan['fidelity'].upper()].words}"
     return f"{peak_of_budget(plan)}, {format_time(plan['predicted']['seconds'])}, {picture}"
 
 
 def is_slow(plan: dict[str, Any]) -> bool:
     """True if the run takes so long that the plan says why."""
-    return bool(plan["predicted"]["seconds"] >= LONG)
+    return plan["predicted"] is not None and bool(plan["predicted"]["seconds"] >= LONG)
 
 
 def choices(plan: dict[str, Any]) -> Iterator[str]:
@@ -83,6 +94,8 @@ def _word(value: Any) -> Any:
 def reasons(plan: dict[str, Any]) -> list[Reason]:
     """Reasons of the plan in addition to its verdict, which has the peak, and the smallest budget."""
     listed = [Reason(entry["kind"], **entry["values"]) for entry in plan["reason_values"]]
+    if plan["predicted"] is None:
+        return listed
     least = {"least_vram": plan["minimum_vram_bytes"], "least_ram": plan["minimum_ram_bytes"]}
     return [*drop_peak(listed), Reason(Kind.SMALLEST, **least)]
 
@@ -97,9 +110,9 @@ def text(plan: dict[str, Any]) -> str:
 
 def as_html(plan: dict[str, Any]) -> str:
     """The table with a bar of weights and activations for each stage, the budget a line through them."""
-    overhead = plan["predicted"]["overhead_bytes"]
+    overhead = (plan["predicted"] or {"overhead_bytes": 0})["overhead_bytes"]
     limit = plan["request"]["vram"] - overhead
-    longest = max(stage["peak_bytes"] for stage in plan["stages"])
+    longest = max(stage["peak_bytes"] or 0 for stage in plan["stages"])
     whole = max(longest, limit if limit < 3 * longest else 0) * (1 + _LEAST_ROOM)
     lines = "".join(
         f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}<td>{_bar(stage, whole, limit)}</td></tr>"
@@ -120,6 +133,8 @@ def as_html(plan: dict[str, Any]) -> str:
 
 
 def _bar(stage: dict[str, Any], whole: float, limit: int) -> str:
+    if stage["at_first_call"]:
+        return ""
     weights = min(stage["weights_bytes"], stage["peak_bytes"])
     parts = ((_WEIGHTS, weights), (_ACTIVATIONS, stage["peak_bytes"] - weights))
     place = f"position:absolute;left:{100 * limit / whole:.1f}%;top:0;bottom:0"

@@ -50,7 +50,7 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
 
 def _rehearsed_stages(anatomy: Anatomy, record: Rehearsal) -> list[Stage]:
     """The recorded calls of each model that is still there, one after the other; calls of an autoencoder's two methods
-    are two stages."""
+    are two stages. Of models that wait for their first call only the weights are known."""
     rows: dict[tuple[str, str], list[Row]] = {}
     for row in (row for row in record.calls if row.component in anatomy.components):
         name = _recorded_name(anatomy, row)
@@ -64,7 +64,7 @@ def _rehearsed_stages(anatomy: Anatomy, record: Rehearsal) -> list[Stage]:
         facts = tuple((row.key, row.held, row.after_bytes) for row in alike)
         reads, times = any(row.reads for row in alike), record.times(alike)
         stages.append(Stage(name, component, run, inputs, component in repeated, times, facts, reads))
-    return stages
+    return [*stages, *(_unknown(anatomy, name) for name in record.waiting if name in anatomy.components)]
 
 
 def _recorded_name(anatomy: Anatomy, row: Row) -> str:
@@ -97,7 +97,8 @@ def _call(row: Row, dtype: torch.dtype, module: nn.Module) -> None:
 def _unknown(anatomy: Anatomy, name: str) -> Stage:
     """The stage of a model of which only the weights are known: nothing is called."""
     denoises = name == anatomy.denoiser
-    title = "denoise" if denoises else TEXT_STAGE if name.startswith("text_encoder") else name
+    other = "decode" if anatomy.rehearsal is not None and "decode" in anatomy.entries[name] else name
+    title = "denoise" if denoises else TEXT_STAGE if name.startswith("text_encoder") else other
     return Stage(title, name, lambda: None, lambda: (), denoises)
 
 

@@ -50,6 +50,7 @@ class Kind(str, enum.Enum):
     SLOW = "slow"
     MORE_MEMORY = "more memory"
     NOT_PLANNED = "not planned"
+    AT_FIRST_CALL = "at first call"
     RESERVED_UNLIMITED = "reserved bytes not limited"
     SMALLEST = "smallest budget"
     RAN_AGAIN = "ran out, runs again"
@@ -191,6 +192,15 @@ def _unplanned_text(weights_bytes: int, offload: str) -> str:
     )
 
 
+def _at_first_call(models: list[str], why: str) -> str:
+    named = f"{models[0]} is" if len(models) == 1 else f"{', '.join(models[:-1])} and {models[-1]} are"
+    return (
+        f"{named} planned at the first call, because a rehearsal of the pipeline's call failed ({why}): until its "
+        "denoiser is called, all weights are streamed layer by layer, and that call is refused if it does not fit. If "
+        "the pipeline requires arguments, state them in the argument call, and it is planned now"
+    )
+
+
 def _smallest(least_vram: int, least_ram: int) -> str:
     least = (format_least(least_vram), format_least(least_ram))
     return f"the smallest budget that works is about {least[0]}, with {least[1]} of RAM"
@@ -252,6 +262,7 @@ _SENTENCES: dict[Kind, Callable[..., str]] = {
     Kind.SLOW: _slow,
     Kind.MORE_MEMORY: _more_memory,
     Kind.NOT_PLANNED: _unplanned_text,
+    Kind.AT_FIRST_CALL: _at_first_call,
     Kind.RESERVED_UNLIMITED: lambda backend: (
         f"torch's allocator is {backend}: while this runs its allocated bytes are limited to the budget, and its "
         "reserved bytes are not; without backend in PYTORCH_CUDA_ALLOC_CONF both are"

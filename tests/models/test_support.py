@@ -194,8 +194,6 @@ def test_other_pipelines_are_refused_in_one_sentence(
     monkeypatch.setattr("sd_lowvram.tracing.tracer._Tracer", None)  # nothing is traced
     pipe = _pipe(kind, **made_of)
     calls: list[Callable[[], Any]] = [
-        lambda: sd_lowvram.plan(pipe, vram="4GB"),
-        lambda: sd_lowvram.optimize(pipe, vram="4GB"),
         lambda: sd_lowvram.max_size(pipe, vram="4GB"),
         lambda: sd_lowvram.attached(pipe, Settings(attention="sliced")).__enter__(),
         lambda: sd_lowvram.decode(pipe, torch.zeros(1, 4, 8, 8), vram="4GB"),
@@ -244,7 +242,7 @@ def test_a_part_that_nobody_knows_is_refused_by_its_name() -> None:
     pipe = _pipe("StableUnCLIPImg2ImgPipeline", **parts)
     told = r"has a part \(image_normalizer: StableUnCLIPImageNormalizer\).*optimize\(pipe.vae"
     with pytest.raises(UnsupportedModelError, match=told):
-        sd_lowvram.plan(pipe, vram="4GB", width=64, height=64)
+        sd_lowvram.max_size(pipe, vram="4GB")
 
 
 def test_text_encoders_of_another_kind_are_planned_by_their_call_or_refused() -> None:
@@ -269,16 +267,16 @@ def test_text_encoders_of_other_pipelines_are_planned_alone() -> None:
     prior = _pipe("FluxPriorReduxPipeline", text_encoder_2=todays.t5)
     told = r"reads prompts in another way \(text_encoder_2: T5.*What works of it: optimize\(pipe.text_encoder_2, ...\);"
     with pytest.raises(UnsupportedModelError, match=told):
-        sd_lowvram.plan(prior, vram="4GB")
+        sd_lowvram.max_size(prior, vram="4GB")
 
 
 def test_what_edits_a_picture_is_refused_by_the_part_that_is_there() -> None:
     make = {"transformer": lambda: todays.qwen_image().transformer, "vae": todays.frames}
     told = r"denoises with a transformer \(transformer: Qwen.*What works of it: optimize\(pipe.vae, ...\), decode"
     with pytest.raises(UnsupportedModelError, match=told):
-        sd_lowvram.plan(_pipe("QwenImageEditPipeline", processor=lambda: None, **make), vram="4GB")
+        sd_lowvram.max_size(_pipe("QwenImageEditPipeline", processor=lambda: None, **make), vram="4GB")
     with pytest.raises(UnsupportedModelError, match=r"with a text encoder .*Autoencoders of"):
-        sd_lowvram.plan(_pipe("QwenImageEditPipeline", text_encoder=todays.qwen25_vl), vram="4GB")
+        sd_lowvram.max_size(_pipe("QwenImageEditPipeline", text_encoder=todays.qwen25_vl), vram="4GB")
 
 
 def test_a_pipeline_of_no_models_is_told() -> None:

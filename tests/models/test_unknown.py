@@ -42,7 +42,7 @@ def test_any_pipeline_streams(make: Callable[[], Any], picture: Callable[[Any], 
     pipe = make()
     expected, size = picture(pipe), weight_bytes(pipe.transformer, pipe.vae)
     with pytest.raises(UnsupportedModelError, match="offload"):
-        sd_lowvram.optimize(pipe, vram="1GB", **ASKED)
+        sd_lowvram.max_size(pipe, vram="1GB")
     held = {}
     for way in WAYS:
         plan = sd_lowvram.optimize(pipe, vram="1GB", settings=Settings(offload=way), **ASKED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import families
@@ -13,9 +14,10 @@ from rehearsed import TwoExperts
 from torch import Tensor
 
 import sd_lowvram
-from sd_lowvram.errors import BadInputError, BudgetError, UnsupportedModelError
+from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.planning.request import request_for
 from sd_lowvram.planning.stages import stages
+from sd_lowvram.planning.wording import Kind
 from sd_lowvram.session import anatomy_of
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.tracing.rehearsal import rehearse
@@ -99,8 +101,7 @@ def test_a_pipeline_of_diffusers_without_a_family_is_planned_by_its_call() -> No
         return torch.as_tensor(pipe(**call, **size, generator=seed, output_type="pt").images)
 
     expected, larger = made(), made(2)
-    with pytest.raises(UnsupportedModelError, match="argument call states"):
-        sd_lowvram.plan(pipe, vram="1GB", **asked)
+    assert sd_lowvram.plan(pipe, vram="1GB", **asked).at_first_call  # its prompt has to be stated
     plenty = sd_lowvram.plan(pipe, vram="1GB", call=call, **asked)
     assert [stage.name for stage in plenty.stages] == ["denoise", "decode"]
     for vram in (f"{plenty.minimum_vram_bytes} B", "1GB"):
@@ -125,7 +126,59 @@ def test_a_model_that_was_removed_needs_no_plan() -> None:
     assert {stage.component for stage in planned} == {"early", "late", "vae"}
 
 
-def test_a_model_that_reads_values_is_refused_with_the_remedy() -> None:
+class AsksForValues(TwoExperts):
+    """Its call reads values that zeros do not have, so that no rehearsal gets to the end."""
+
+    def __call__(self, prompt: str, *args: Any, **kwargs: Any) -> Tensor:
+        words = self.reader(torch.tensor([[ord(letter) % 100 for letter in prompt]]))
+        assert words.abs().sum(-1).nonzero()[0, 1].item() == 0
+        return super().__call__(prompt, *args, **kwargs)
+
+
+def test_a_pipeline_that_asks_for_values_is_planned_at_its_first_call() -> None:
+    pipe, expected = AsksForValues(), picture(AsksForValues())
+    asked: dict[str, Any] = {"steps": 4, "device": "cpu"}
+    plan = sd_lowvram.optimize(pipe, vram="1GB", **asked)
+    assert plan.at_first_call and plan.fits is None and plan.settings.offload == "layer"
+    assert [stage.component for stage in plan.stages if stage.at_first_call] == ["reader", "late", "early", "vae"]
+    shown = json.loads(json.dumps(plan.as_dict()))
+    assert shown["at_first_call"] and shown["predicted"] is shown["fits"] is shown["minimum_vram_bytes"] is None
+    assert all(stage["peak_bytes"] is stage["seconds"] is None for stage in shown["stages"])
+    assert repr(plan) == "<Plan any size, batch 1, 4 steps: planned at first call, within 1 GiB>"
+    assert str(plan).count("at first call\n") == 4 and "planned at first call, within 1 GiB" in plan._repr_html_()
+    (reason,) = plan.reasons
+    assert reason.kind is Kind.AT_FIRST_CALL and "(IndexError: " in reason
+    with sd_lowvram.measured(pipe) as run:
+        assert torch.equal(picture(pipe), expected)
+    made = sd_lowvram.session.attachments(pipe)[-1].plan
+    assert made.fits and not made.at_first_call and made.settings.offload == "none" and within(made, run)
+    assert [stage.name for stage in made.stages] == ["reader", "denoise", "denoise", "decode"]
+    assert [(stage.component, stage.activation_bytes > 0) for stage in made.stages[1:3]] == [
+        ("early", True),
+        ("late", True),
+    ]
+    sd_lowvram.restore(pipe)
+    assert torch.equal(picture(pipe), expected) and "forward" not in vars(pipe.early)
+
+
+@pytest.mark.slow(40)
+def test_what_a_first_call_needs_is_refused_before_the_first_step() -> None:
+    size, asked = {"height": 256, "width": 256}, {"vram": "2MiB", "steps": 4, "device": "cpu"}
+    pipe, steps = AsksForValues(32), []
+    expected = picture(AsksForValues(32), **size)
+    pipe.early.into.register_forward_hook(lambda *given: steps.append(type(given[2]) is Tensor))  # not in traces
+    sd_lowvram.optimize(pipe, **asked)
+    with pytest.raises(BudgetError, match=r"^early is planned at its first call: 2 MiB cannot hold 256x256: ") as error:
+        picture(pipe, **size)
+    assert not any(steps) and error.value.stage == "decode"
+    least = error.value.needed_bytes
+    plan = sd_lowvram.optimize(pipe, **{**asked, "vram": f"{least} B"})
+    assert (picture(pipe, **size) - expected).abs().max() <= 1e-5 and any(steps)
+    made = sd_lowvram.session.attachments(pipe)[-1].plan
+    assert plan.at_first_call and not made.at_first_call and made.request.width == 256
+
+
+def test_a_model_that_cannot_be_traced_is_streamed_at_its_least() -> None:
     class Reads(TwoExperts):
         def __init__(self) -> None:
             super().__init__(16)
@@ -135,11 +188,12 @@ def test_a_model_that_reads_values_is_refused_with_the_remedy() -> None:
             return noisy if self.early.into(noisy).sum().item() > 0 else -noisy
 
     pipe = Reads()
-    with pytest.raises(UnsupportedModelError, match="reads values") as error:
-        sd_lowvram.plan(pipe, vram="1GB", device="cpu", call=CALL)
-    assert "offload='layer'" in str(error.value)
-    plan = sd_lowvram.optimize(pipe, vram="1GB", device="cpu", settings=sd_lowvram.Settings(offload="layer"))
-    assert torch.equal(picture(pipe), picture(Reads())) and plan.fits
+    plan = sd_lowvram.optimize(pipe, vram="1GB", device="cpu", call=CALL)
+    assert plan.at_first_call and plan.settings.offload == "layer"
+    assert torch.equal(picture(pipe), picture(Reads()))
+    made = sd_lowvram.session.attachments(pipe)[-1].plan
+    assert [stage.component for stage in made.stages if stage.at_first_call] == ["early"]
+    assert made.settings.offload == "layer" and made.fits is None
 
 
 def test_a_call_that_cannot_be_made_is_named() -> None:
