@@ -1,8 +1,8 @@
 """The anatomy of the autoencoders of Qwen-Image and of Wan (2.1 and 2.2): decoder and encoder as a row of steps.
 
-As diffusers has them, and as ComfyUI has them. They see frames (N, C, frames, H, W). Every normalisation is of single
+As diffusers, ComfyUI and Forge Neo have them. They see frames (N, C, frames, H, W). Every normalisation is of single
 pixels, every convolution looks at neighbours and at the two frames before, and only the attention in the middle sees a
-whole frame.
+whole frame. Forge Neo has one of Qwen-Image for pictures alone too, whose convolutions look at neighbours only.
 
 As in :mod:`.autoencoder`, steps hold the host's own layers, which are called and never unpacked.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .anatomy import has, layer
+from .anatomy import has, is_3x3, layer
 
 FRAMES = 4
 """Frames of a video to one of the latents; the first frame has one for itself."""
@@ -25,10 +25,10 @@ FRAMES = 4
 
 @dataclass(frozen=True)
 class CausalConv:
-    """A 3x3x3 convolution that sees no later frame, behind a normalisation and SiLU where ``norm`` is given."""
+    """A 3x3x3 convolution that sees no later frame, or a 3x3 one of a picture; behind ``norm`` and SiLU where given."""
 
     conv: nn.Module
-    norm: nn.Module | None = None
+    norm: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CausalResidual:
 
     first: CausalConv
     second: CausalConv
-    shortcut: nn.Module
+    shortcut: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,22 @@ def convolutions(step: CausalStep) -> list[nn.Module]:
 
 
 def sees_frames(vae: Any) -> bool:
-    """True for an autoencoder of Qwen-Image or Wan, whatever its layers."""
-    return has(vae, "temperal_downsample", "encoder", "decoder") and (has(vae, "post_quant_conv") or is_hosted(vae))
+    """True for an autoencoder of Qwen-Image or Wan that takes frames, whatever its layers."""
+    reduces = any(hasattr(vae, name) for name in _REDUCES_TIME)
+    return reduces and has(vae, "encoder", "decoder") and (has(vae, "post_quant_conv") or is_hosted(vae))
+
+
+_REDUCES_TIME = ("temperal_downsample", "temporal_downsample")
+"""The attribute as diffusers and ComfyUI spell it, and as Forge Neo does."""
+
+
+def sees_pictures(vae: Any) -> bool:
+    """True for Forge Neo's autoencoder of Qwen-Image for pictures alone, whatever its layers."""
+    return has(vae, "dim_mult", "encoder", "decoder", "quant_conv", "post_quant_conv") and not sees_frames(vae)
 
 
 def is_hosted(vae: Any) -> bool:
-    """True if such an autoencoder is ComfyUI's, which decodes all frames unchanged, and encodes to means alone."""
+    """True if such an autoencoder is ComfyUI's or Forge Neo's: it decodes all frames unchanged and encodes to means."""
     return has(vae, "conv1", "conv2")
 
 
@@ -127,12 +137,14 @@ def hosted_patch(vae: Any) -> int:
 
 def is_causal(vae: Any) -> bool:
     """True if it consists of such steps."""
-    return sees_frames(vae) and dissect_causal(vae) is not None
+    return (sees_frames(vae) or sees_pictures(vae)) and dissect_causal(vae) is not None
 
 
 def dissect_causal(vae: Any) -> CausalAutoencoder | None:
     """The steps of such an autoencoder; None when ``vae`` is built otherwise."""
     decoder, encoder = (_hosted_steps, _hosted_steps) if is_hosted(vae) else (_decoder, _encoder)
+    if sees_pictures(vae):
+        decoder, encoder = _picture_steps, _picture_steps
     try:
         return CausalAutoencoder(tuple(decoder(vae.decoder)), tuple(encoder(vae.encoder)))
     except (AttributeError, TypeError, ValueError):
@@ -199,6 +211,58 @@ def _hosted_block(block: Any) -> Iterator[CausalStep]:
         yield CausalResidual(first, CausalConv(_3x3x3(conv2), _pixel_norm(norm2)), block.shortcut)
     else:
         yield _resample(block)
+
+
+def _picture_steps(part: Any) -> Iterator[CausalStep]:
+    """The steps of a decoder or an encoder for pictures alone."""
+    yield CausalConv(_3x3(part.conv_in))
+    if hasattr(part, "up_blocks"):
+        yield from _picture_middle(part.mid_block)
+        for block in part.up_blocks:
+            yield from map(_picture_block, (*block.resnets, *(block.upsamplers or ())))
+    else:
+        yield from map(_picture_block, part.down_blocks)
+        yield from _picture_middle(part.mid_block)
+    yield CausalConv(_3x3(part.conv_out), _of_picture(part.norm_out))
+
+
+def _picture_middle(middle: Any) -> Iterator[CausalStep]:
+    yield _picture_block(middle.resnets[0])
+    for attention, resnet in zip(middle.attentions, middle.resnets[1:], strict=True):
+        yield _picture_block(attention)
+        yield _picture_block(resnet)
+
+
+def _picture_block(block: Any) -> CausalStep:
+    if hasattr(block, "to_qkv"):
+        return FrameAttention(block.norm, block.to_qkv, block.proj)
+    if hasattr(block, "resample"):
+        resize, conv = block.resample
+        grows = hasattr(resize, "scale_factor")
+        if layer(conv).kernel_size != (3, 3) or (grows and resize.scale_factor != (2.0, 2.0)):
+            raise ValueError(f"a sampler of another kind: {block}")
+        if not grows and (resize.padding != (0, 1, 0, 1) or layer(conv).stride != (2, 2)):
+            raise ValueError(f"a sampler of another kind: {block}")
+        return Enlarge(resize, conv, None) if grows else Reduce(conv, None)
+    _must_keep_values(block, block.dropout)
+    first, second = CausalConv(_3x3(block.conv1), _of_picture(block.norm1)), _3x3(block.conv2)
+    return CausalResidual(first, CausalConv(second, _of_picture(block.norm2)), _of_picture(block.conv_shortcut))
+
+
+def _of_picture(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A layer of (N, C, H, W) as a function of one frame (N, C, 1, H, W)."""
+
+    def run(x: Tensor) -> Tensor:
+        result: Tensor = module(x.squeeze(2))
+        return result.unsqueeze(2)
+
+    return run
+
+
+def _3x3(conv: nn.Module) -> nn.Module:
+    if not is_3x3(conv) or layer(conv).padding_mode != "zeros":
+        raise ValueError(f"a convolution of another kind: {conv}")
+    return conv
 
 
 def _enlarge(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:

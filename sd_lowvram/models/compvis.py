@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..patches import is_foreign
 from . import calls_compvis, support
 from .anatomy import Family, Residual, TokenAttention, Transformer, UNetPath, has, having, is_3x3, is_pointwise, layer
-from .causal_autoencoder import hosted_patch, is_causal, is_hosted, sees_frames
+from .causal_autoencoder import hosted_patch, is_causal, is_hosted, sees_frames, sees_pictures
 from .interfaces import CompVisUNet, KLAutoencoder
 
 _ATTENTIONS = ("CrossAttention", "MemoryEfficientCrossAttention")
@@ -74,8 +74,8 @@ def is_autoencoder(module: Any) -> bool:
     """True for an autoencoder of CompVis' code or of its descendants."""
     if not (isinstance(module, nn.Module) and has(module, "encoder", "decoder", "encode", "decode")):
         return False
-    if sees_frames(module):
-        return is_hosted(module) and is_causal(module)
+    if sees_frames(module) or sees_pictures(module):
+        return (is_hosted(module) or sees_pictures(module)) and is_causal(module)
     return has(module.decoder, "conv_in", "mid", "up", "norm_out", "conv_out") and not support.is_of_video(module)
 
 
@@ -283,7 +283,7 @@ def _configs(components: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         configs["unet"] = {"out_channels": int(last.out_channels)}
         if next(calls_compvis.linears(getattr(unet, "label_emb", None)), None) is not None:
             configs["unet"]["sample_size"] = 128
-    if "vae" in components and sees_frames(components["vae"]):
+    if "vae" in components and is_causal(components["vae"]):
         configs["vae"] = _config_of_frames(components["vae"])
     elif "vae" in components:
         decoder = components["vae"].decoder
@@ -297,11 +297,12 @@ def _configs(components: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _config_of_frames(vae: Any) -> dict[str, Any]:
+    pictures = sees_pictures(vae)
     return {
         "dim_mult": vae.dim_mult,
         "z_dim": vae.z_dim,
-        "in_channels": layer(vae.encoder.conv1).in_channels,
-        "patch_size": hosted_patch(vae),
+        "in_channels": layer(vae.encoder.conv_in if pictures else vae.encoder.conv1).in_channels,
+        "patch_size": 1 if pictures else hosted_patch(vae),
     }
 
 

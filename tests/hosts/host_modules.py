@@ -131,6 +131,18 @@ def _layers_of(operations: Any) -> Iterator[None]:
             setattr(nn, name, layer)
 
 
+def autoencoders_of_neo() -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    """Forge Neo's autoencoders of Wan and Qwen-Image, narrow, by their names, and the shape of latents for each."""
+    with contextlib.suppress(ImportError):
+        frames = importlib.import_module("backend.nn.wan_vae").WanVAE
+        pictures = importlib.import_module("backend.nn.wan_vae_2d").Qwen2DVAE
+        sizes = {"base_dim": 16, "z_dim": 16, "num_res_blocks": 1}
+        for kind, frame in ((frames, (3,)), (frames, (1,)), (pictures, (1,)), (pictures, ())):
+            with _layers_of(importlib.import_module("backend.operations").ForgeOperations):
+                made = kind(**sizes)
+            yield f"{kind.__name__} {frame}", made, (1, 16, *frame, 19, 13)
+
+
 def a1111() -> Models:
     _from_repository("stable-diffusion-stability-ai")
     with lightning_at_hand():
@@ -149,6 +161,16 @@ def a1111_sdxl() -> Models:
 
 def _from_repository(name: str) -> None:
     sys.path.insert(0, str(Path(sys.path[0]) / "repositories" / name))
+
+
+def exactly(vae: Any, latents: Tensor) -> dict[str, Any]:
+    """The decode and the encode of its pixels in the smallest strips, each as :func:`compared` returns it."""
+    tiles = {"vae_tiles": "exact", "vae_strip_mib": 1}
+    pixels = vae.decode(latents)
+    return {
+        "decode": compared(vae, lambda: vae.decode(latents), tiles),
+        "encode": compared(vae, lambda: vae.encode(pixels), tiles),
+    }
 
 
 def compared(module: nn.Module, run: Callable[[], Tensor], knobs: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +228,11 @@ def main() -> None:
                 full = unet_of(**FULL).to(HALF).eval().requires_grad_(False)
             answer["peaks"] = {size: peak(full, size) for size in BOUNDS}
         answer["hooks"] = report(with_random_weights(unet), with_random_weights(vae), extra)
+        if host == "forge":
+            answer["autoencoders"] = {
+                name: exactly(with_random_weights(vae).eval(), torch.randn(shape))
+                for name, vae, shape in autoencoders_of_neo()
+            }
     print(json.dumps(answer), file=out, flush=True)
     os._exit(0)  # threads that a host has started are not waited for
 

@@ -92,6 +92,11 @@ def test_webui() -> None:
     report = report_of(KIND, WEBUI)
     check_hooks(report["hooks"], HIT)
     check_peaks(report["peaks"])
+    frames = report.get("autoencoders", {})
+    assert len(frames) == (4 if kind_of(WEBUI) == "neo" else 0)
+    for name, ways in frames.items():
+        for one in ways.values():
+            assert one["error"] < 5e-6 and one["restored"] and one["sites"]["vae_exact"] >= 2, (name, one)
 
 
 @needs_a1111

@@ -19,7 +19,7 @@ from sd_lowvram.memory import measured_peak
 from sd_lowvram.models.latents import latent_channels, pixel_channels, scale_factor
 from sd_lowvram.session import attachments
 from sd_lowvram.units import KIB, MIB
-from tests.support.hosted_frames import HostedFrames
+from tests.support.hosted_frames import HostedFrames, HostedPictures
 
 _SMALL: dict[str, Any] = {"z_dim": 16, "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
 _SQUARES = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}
@@ -69,10 +69,13 @@ def test_exact_strips_are_the_plain_decode_and_encode(kind: str, size: tuple[int
     assert error(encode(small(kind), pixels, settings=chosen), moments) <= 5e-6
 
 
+@pytest.mark.parametrize("spelt", ["temperal_downsample", "temporal_downsample"])
 @pytest.mark.parametrize("size", SIZES)
-def test_as_a_host_holds_them(size: tuple[int, ...]) -> None:
-    """ComfyUI's names and convolutions: what it decodes is cut off nowhere, and of moments it takes the means."""
+def test_as_a_host_holds_them(size: tuple[int, ...], spelt: str) -> None:
+    """ComfyUI's names and convolutions, and Forge Neo's: what it decodes is cut off nowhere, and of moments it takes
+    the means."""
     vae: Any = HostedFrames(small("qwen"))
+    setattr(vae, spelt, vars(vae).pop("temperal_downsample"))
     latents, pixels, moments = plain("qwen", *size)
     chosen = Settings(vae_tiles="exact", vae_strip_mib=1)
     anatomy = sd_lowvram.session.anatomy_of(vae)
@@ -83,6 +86,28 @@ def test_as_a_host_holds_them(size: tuple[int, ...]) -> None:
     with attached(vae, Settings(vae_tiles="exact", vae_slices=True)), torch.no_grad():
         made = vae.decode(torch.cat([latents, latents]))
         assert error(made[1:].clamp(-1, 1), pixels) <= 5e-6
+        assert error(vae.encode(pixels), moments.chunk(2, dim=1)[0]) <= 5e-6
+    assert vars(vae) == before
+
+
+def test_as_forge_neo_holds_the_one_for_pictures() -> None:
+    """Its convolutions are of the plane, and it takes latents with a frame and without."""
+    vae: Any = HostedPictures(small("qwen"))
+    latents, pixels, moments = plain("qwen", *SIZES[0])
+    anatomy = sd_lowvram.session.anatomy_of(vae)
+    assert (scale_factor(anatomy), latent_channels(anatomy), pixel_channels(anatomy)) == (8, 16, 3)
+    before = dict(vars(vae))
+    asked = {"width": 8 * SIZES[0][2], "height": 8 * SIZES[0][1], "device": "cpu", "ram": "1GB"}
+    least = sd_lowvram.plan(vae, vram="1GB", **asked).minimum_vram_bytes
+    for budget in (least, 1 << 30):
+        made = sd_lowvram.optimize(vae, vram=f"{budget} B", **asked)
+        with sd_lowvram.measured(vae) as run, torch.no_grad():
+            assert error(vae.decode(latents), pixels) <= 5e-6
+        assert run.peak_bytes <= 1.02 * (made.predicted.peak_bytes + made.predicted.host_bytes) + 2 * MIB
+        sd_lowvram.restore(vae)
+    with attached(vae, Settings(vae_tiles="exact", vae_strip_mib=1, vae_slices=True)) as attachment, torch.no_grad():
+        assert attachment.sites["vae_exact"] == 2
+        assert error(vae.decode(torch.cat([latents, latents]).squeeze(2))[1:], pixels.squeeze(2)) <= 5e-6
         assert error(vae.encode(pixels), moments.chunk(2, dim=1)[0]) <= 5e-6
     assert vars(vae) == before
 

@@ -1,5 +1,8 @@
 """An autoencoder of frames as ComfyUI holds it, of the layers of diffusers' own: its names, and its convolution, which
-from 0.33 on pads what is around a frame in its own call and gives one frame alone the last of its kernel."""
+from 0.33 on pads what is around a frame in its own call and gives one frame alone the last of its kernel.
+
+Forge Neo's is the same with one name spelt otherwise. Its autoencoder for pictures alone has convolutions of the plane.
+"""
 
 from __future__ import annotations
 
@@ -69,3 +72,73 @@ def _block(block: Any) -> nn.Module:
     layers = (block.norm1, nn.SiLU(), HostedConv(block.conv1))
     layers += (block.norm2, nn.SiLU(), nn.Dropout(0.0), HostedConv(block.conv2))
     return Part(residual=nn.Sequential(*layers), shortcut=block.conv_shortcut)
+
+
+class HostedPictures(nn.Module):
+    """Forge Neo's Qwen2DVAE around the layers of ``vae``: what a single frame meets of them, as layers of the plane."""
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        vae = copy.deepcopy(vae)
+        self.z_dim, self.dim_mult = vae.config.z_dim, vae.config.dim_mult
+        self.quant_conv, self.post_quant_conv = _flat(vae.quant_conv), _flat(vae.post_quant_conv)
+        ups = [
+            Part(resnets=nn.ModuleList(map(_flat, block.resnets)), upsamplers=_samplers(block.upsamplers))
+            for block in vae.decoder.up_blocks
+        ]
+        self.decoder = _plane(vae.decoder, up_blocks=nn.ModuleList(ups))
+        self.encoder = _plane(vae.encoder, down_blocks=nn.ModuleList(map(_flat, vae.encoder.down_blocks)))
+        self.eval().requires_grad_(False)
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self._by_frames(lambda x: self.decoder(self.post_quant_conv(x)).clamp(-1, 1), z)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self._by_frames(lambda x: self.quant_conv(self.encoder(x)).chunk(2, dim=1)[0], x)
+
+    @staticmethod
+    def _by_frames(run: Any, x: Tensor) -> Tensor:
+        if x.ndim == 4:
+            return run(x)
+        return run(x.transpose(1, 2).flatten(0, 1)).unflatten(0, (len(x), -1)).transpose(1, 2)
+
+
+class _Norm(nn.Module):
+    def __init__(self, like: Any) -> None:
+        super().__init__()
+        self.scale, self.gamma = like.scale, nn.Parameter(like.gamma.detach().reshape(-1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=1) * self.scale * self.gamma
+
+
+def _flat(block: Any) -> nn.Module:
+    """A layer or a block as one of the plane."""
+    if isinstance(block, nn.Conv3d):
+        pads = (block.kernel_size[1] // 2, block.kernel_size[2] // 2)
+        conv = nn.Conv2d(block.in_channels, block.out_channels, block.kernel_size[1:], block.stride[1:], pads)
+        conv.load_state_dict({"weight": block.weight[:, :, -1], "bias": block.bias})
+        return conv
+    if hasattr(block, "gamma"):
+        return _Norm(block)
+    if hasattr(block, "resample"):
+        return Part(resample=block.resample)
+    if hasattr(block, "to_qkv"):
+        return Part(norm=_Norm(block.norm), to_qkv=block.to_qkv, proj=block.proj)
+    if isinstance(block, nn.Identity):
+        return block
+    names = ("norm1", "conv1", "norm2", "conv2", "conv_shortcut")
+    return Part(dropout=nn.Dropout(0.0), **{name: _flat(getattr(block, name)) for name in names})
+
+
+def _samplers(samplers: Any) -> Any:
+    return None if samplers is None else nn.ModuleList(map(_flat, samplers))
+
+
+def _plane(part: Any, **rows: nn.Module) -> Part:
+    middle = Part(
+        resnets=nn.ModuleList(map(_flat, part.mid_block.resnets)),
+        attentions=nn.ModuleList(map(_flat, part.mid_block.attentions)),
+    )
+    ends = {name: _flat(getattr(part, name)) for name in ("conv_in", "norm_out", "conv_out")}
+    return Part(mid_block=middle, **ends, **rows)

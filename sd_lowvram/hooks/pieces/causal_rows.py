@@ -89,9 +89,8 @@ def _layer_of(step: CausalStep, height: int, width: int) -> tuple[Rows, int, int
     return _Convolution(step, height), height, width
 
 
-def _straight(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:
-    result: Tensor = shortcut(x)
-    return result
+def _straight(shortcut: Callable[[Tensor], Tensor], x: Tensor, first: bool) -> Tensor:
+    return shortcut(x)
 
 
 class _InTurn:
@@ -187,6 +186,9 @@ class _Convolution:
 
 def _convolve(conv: nn.Module, rows: Tensor, before: Tensor | None, edges: tuple[bool, bool], height: int) -> Tensor:
     """``conv`` of rows, of which the first and the last are only looked at, but padded at the map's ``edges``."""
+    if isinstance(layer(conv), nn.Conv2d):  # pads all sides in its own call
+        image = call_like_whole(conv, (*rows.shape[:2], height, rows.shape[4]), rows.squeeze(2))
+        return image[:, :, 0 if edges[0] else 1 : image.shape[2] - (0 if edges[1] else 1)].unsqueeze(2)
     inside = any(layer(conv).padding)  # in its own call it pads what is around a frame, of one alone nothing else
     whole = (*rows.shape[:2], rows.shape[2] + (0 if inside and before is None else 2), height + (0 if inside else 2))
     exact = is_float32_on_cpu(rows) and unfolds(whole, (3, 3, 3))

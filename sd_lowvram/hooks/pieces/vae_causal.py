@@ -36,6 +36,7 @@ from ...models.causal_autoencoder import (
     flatten_steps,
     hosted_patch,
     is_hosted,
+    sees_pictures,
 )
 from ...patches import Patch
 from ...settings import Settings
@@ -59,12 +60,14 @@ def causal_patches(vae: Any, settings: Settings) -> Iterator[Patch]:
         vae: an autoencoder of frames (Qwen-Image, Wan).
         settings: ``vae_strip_mib`` bounds a strip.
     """
-    hosted = is_hosted(vae)
+    hosted, pictures = is_hosted(vae), sees_pictures(vae)
     decode: Callable[..., Any] = _decoded_by_host if hosted else _decode
     encode: Callable[..., Any] = _encoded_by_host if hosted else _encode
     for part, name, whole in ((vae.decoder, "decode", decode), (vae.encoder, "encode", encode)):
         run = functools.partial(_through, vae, part, settings, name)
         yield Patch(part, "forward", functools.partial(functools.partial, run), exclusive=True, hook="vae_exact")
+        if pictures:  # its own methods take them all at once
+            continue
         around = functools.partial(functools.partial, functools.partial(whole, vae))
         yield Patch(vae, name if hosted else f"_{name}", around, exclusive=True, hook="vae_exact")
 
@@ -135,8 +138,10 @@ def _through(
         return original(x, *args, **kwargs)
     steps = dissect_causal(vae)  # at each call, as layers may have been replaced since
     assert steps is not None
+    frames = x.unsqueeze(2) if x.ndim == 4 else x
     with torch.no_grad():
-        return run_causal(steps.decoder if stage == "decode" else steps.encoder, x, settings, stage)
+        result = run_causal(steps.decoder if stage == "decode" else steps.encoder, frames, settings, stage)
+    return result.squeeze(2) if x.ndim == 4 else result
 
 
 def run_causal(steps: Sequence[CausalStep], x: Tensor, settings: Settings, stage: str = "decode") -> Tensor:
