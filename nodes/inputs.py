@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..sd_lowvram.errors import BadInputError
+from ..sd_lowvram.knob import GROUPS
 from ..sd_lowvram.planning.request import DEFAULT_STEPS
 from ..sd_lowvram.saved_latents.hosted import CHOICES
 from ..sd_lowvram.settings import Fidelity, Knob, Settings, knobs
@@ -81,22 +82,10 @@ def _checked_budget(written: str) -> None:
         raise BadInputError(f'budget {written.strip()} means MiB: write "{written.strip()}GB" for gigabytes')
 
 
-_GROUPS = ("Memory", "Step", "Other picture", "Picture")
-"""Groups of settings: whole run; sampler steps; faster with another picture; decoding and encoding."""
-
-
 def knob_inputs() -> dict[str, tuple[Any, dict[str, Any]]]:
     """An input for each knob that nodes show, group by group."""
     shown = [(name, knob) for name, knob in knobs().items() if "node" in knob.surfaces]
-    return {name: _input(knob) for group in _GROUPS for name, knob in shown if _group(knob) == group}
-
-
-def _group(knob: Knob) -> str:
-    if knob.fidelity is Fidelity.APPROXIMATE:
-        return "Other picture"
-    if knob.stages and {*knob.stages} <= {"decode", "encode"}:
-        return "Picture"
-    return "Step" if knob.stages == ("denoise",) else "Memory"
+    return {name: _input(knob) for group in GROUPS for name, knob in shown if knob.group == group}
 
 
 _DIVIDE_TOKENS = ("pieces.transformer_chunks", "pieces.guidance_in_turn")
@@ -105,7 +94,7 @@ _UNDIVIDED = "; does nothing in transformers that ToMe, HyperTile or a similar n
 
 def _input(knob: Knob) -> tuple[Any, dict[str, Any]]:
     help = f"{knob.help} ({_fidelity(knob)}){_UNDIVIDED if knob.hook in _DIVIDE_TOKENS else ''}"
-    label = f"{_group(knob)} · {knob.label}" + (f" ({knob.unit})" if knob.unit else "")
+    label = f"{knob.group} · {knob.label}" + (f" ({knob.unit})" if knob.unit else "")
     if knob.type is int:
         number = {"default": 0, "min": 0, "max": knob.maximum}
         return "INT", {**number, "display_name": label, "tooltip": f"{help}; 0: the plan chooses"}

@@ -99,6 +99,10 @@ class Depth(enum.IntEnum):
 
 SURFACES = ("cli", "node", "panel")
 
+GROUPS = ("Memory", "Step", "Other picture", "Picture")
+"""Parts of a run under which nodes and panels show settings: whole run; sampler steps; faster with another picture;
+decoding and encoding."""
+
 ANY = ("*",)
 """Any value with which a knob acts at all."""
 
@@ -164,6 +168,15 @@ class Knob:
     def type(self) -> type[str] | type[int] | type[bool]:
         """The type of its values."""
         return str if self.choices else int if self.maximum else bool
+
+    @property
+    def group(self) -> str:
+        """One of :data:`GROUPS`."""
+        if self.fidelity is Fidelity.APPROXIMATE:
+            return GROUPS[2]
+        if self.stages and {*self.stages} <= {"decode", "encode"}:
+            return GROUPS[3]
+        return GROUPS[1] if self.stages == ("denoise",) else GROUPS[0]
 
     def check(self, name: str, value: Any) -> None:
         """Check that this knob accepts ``value``.

@@ -1,6 +1,7 @@
-"""sd-lowvram in AUTOMATIC1111's WebUI, Forge and reForge: a panel, settings, infotext, grid axes and API arguments.
+"""sd-lowvram in AUTOMATIC1111's WebUI, Forge, Forge Neo and reForge.
 
-What is chosen is handed to the core; nothing is computed here.
+A panel, settings, infotext, axes of grids and arguments of the API. What is chosen is handed to the core; nothing is
+computed here.
 """
 
 from __future__ import annotations

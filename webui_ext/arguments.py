@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd_lowvram.errors import BadInputError
+from sd_lowvram.knob import GROUPS
 from sd_lowvram.saved_latents.hosted import CHOICES
 from sd_lowvram.settings import Knob, Settings, knobs
 from sd_lowvram.units import parse_size
@@ -32,6 +33,8 @@ class Argument:
     Attributes:
         kind: "switch" (a checkbox), "size" (a text such as 4GB), "choice" (a list) or "number" (whole, 0 for none).
         knob: True if it is one of the Settings; then "auto" and 0 leave it to the plan.
+        example: what an empty field shows, short enough for a narrow window.
+        group: one of ``GROUPS``, under which the panel shows it.
     """
 
     name: str
@@ -42,6 +45,8 @@ class Argument:
     choices: tuple[str, ...] = ()
     maximum: int = 0
     knob: bool = False
+    example: str = ""
+    group: str = GROUPS[0]
 
     def check(self, value: Any) -> Any:
         """``value`` as the control would hold it.
@@ -80,7 +85,9 @@ class Argument:
 
 _OWN = (
     Argument("enabled", "Enable", "make pictures within the budget", "switch", False),
-    Argument("vram", "VRAM", 'such as "4GB" or "3.5 GiB"; empty: all that is free now', "size", ""),
+    Argument(
+        "vram", "VRAM", 'such as "4GB" or "3.5 GiB"; empty: all that is free now', "size", "", example="4GB; empty: all"
+    ),
     Argument("ram", "RAM", "for what does not fit in VRAM; empty: all that is free now", "size", ""),
     Argument(
         "preset",
@@ -101,6 +108,7 @@ _SAVING = Argument(
     "choice",
     CHOICES[0],
     CHOICES,
+    group=GROUPS[-1],
 )
 _PLACE_OF_SAVING = 30
 """The knobs before this place come before it: payloads are positional."""
@@ -120,13 +128,16 @@ def arguments() -> tuple[Argument, ...]:
 def _knob_argument(name: str, knob: Knob) -> Argument:
     label = f"{knob.label} ({knob.unit})" if knob.unit else knob.label
     if knob.type is int:
-        return Argument(name, label, f"{knob.help}; 0: automatic", "number", 0, maximum=knob.maximum, knob=True)
+        help = f"{knob.help}; 0: automatic"
+        return Argument(name, label, help, "number", 0, maximum=knob.maximum, knob=True, group=knob.group)
     choices = knob.choices or ("on", "off")
-    changing = [choice for choice in knob.choices if choice != AUTO and not knob.fidelity_of(choice).lossless]
-    help = f"{knob.help}; {', '.join(changing)}: another picture, however close" if changing else knob.help
-    return Argument(
-        name, label, help, "choice", AUTO, (AUTO, *(choice for choice in choices if choice != AUTO)), knob=True
-    )
+    named = [choice for choice in knob.choices if choice != AUTO]
+    changing = [choice for choice in named if not knob.fidelity_of(choice).lossless]
+    same = [choice for choice in named if choice not in changing]
+    which = f"all but {', '.join(same)}" if 0 < len(same) < len(changing) else ", ".join(changing)
+    help = f"{knob.help}; {which}: another picture, however close" if changing else knob.help
+    values = (AUTO, *(choice for choice in choices if choice != AUTO))
+    return Argument(name, label, help, "choice", AUTO, values, knob=True, group=knob.group)
 
 
 def read(values: Sequence[Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,13 @@ def moves_weights(model: Any) -> bool:
     return kind(model) != "a1111" or bool(getattr(model, "lowvram", False))
 
 
+def without_effect() -> frozenset[str]:
+    """Arguments that do nothing in this host, as it moves weights itself, whatever the model."""
+    flags = vars(shared.cmd_opts)
+    moves = "modules_forge" in sys.modules or flags.get("lowvram") or flags.get("medvram")
+    return WEIGHTS | {"decoder_device"} if moves else frozenset()
+
+
 def swaps_layers(model: Any) -> bool:
     """True if the host keeps as many layers of a model as fit on the device, and fetches the rest for their calls."""
     return kind(model) != "a1111"

@@ -57,11 +57,12 @@ class Line:
         self.connected = True
         controls, outputs = self.ours
         inputs = [*(self.theirs[name] for name in self.names), *controls, *self.tiled]
-        event = {"fn": self.tell, "inputs": inputs, "outputs": outputs, "show_progress": "minimal", "queue": False}
-        second = event | {"fn": self.tell_in_turn, "show_progress": "hidden"}  # the last verdict stays until then
+        event = {"fn": self.tell, "inputs": inputs, "outputs": outputs, "show_progress": "hidden", "queue": False}
+        second = event | {"fn": self.tell_in_turn}  # the last verdict stays until then, dimmed
         enabled = controls[[argument.name for argument in arguments()].index("enabled")]
         enabled.change(**event).then(**second)  # also when it goes off, which empties both
-        event["_js" if gr.__version__.startswith("3.") else "js"] = _gate_script(inputs.index(enabled), len(inputs))
+        gate = _gate_script(inputs.index(enabled), len(inputs), self.tab)
+        event["_js" if gr.__version__.startswith("3.") else "js"] = gate
         for component in inputs:
             if component is not enabled:
                 component.change(**event).then(**second)
@@ -99,14 +100,19 @@ class Line:
         return estimate.answer(self.tab, key, host.queue(), _teller(model, chosen, pictures), patient)
 
 
-def _gate_script(switch: int, count: int) -> str:
+def _gate_script(switch: int, count: int, tab: str) -> str:
     """JavaScript that the page runs before it calls us: while the panel is off it waits and calls nothing.
+
+    The verdict of the earlier values is dimmed until the answer takes its place: a timer of gradio's would cover it.
 
     Args:
         switch: position of "enabled" among the values.
         count: number of our inputs, after which gradio puts the outputs.
+        tab: the panel's.
     """
-    return f"(...values) => values[{switch}] ? values.slice(0, {count}) : new Promise(() => {{}})"
+    earlier = f"globalThis.document?.querySelectorAll('[id^={tab}_sd_lowvram_] [data-verdict]')"
+    dim = f"{earlier}.forEach(one => {{ one.style.opacity = 0.4 }})"
+    return f"(...values) => values[{switch}] ? ({dim}, values.slice(0, {count})) : new Promise(() => {{}})"
 
 
 def _turns_tiles_on(component: Any) -> bool:

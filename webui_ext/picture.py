@@ -15,8 +15,8 @@ _FACTOR = 8
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A generation: pixels, pictures at a time, steps, rows of the denoiser's batch for each picture, and encoding.
-
+    """A generation: pixels, pictures at a time, steps, rows of the denoiser's batch for each picture, encoding, and
+    frames of the latents.
 
     Sides are multiples of 8, see :func:`side`.
     """
@@ -27,11 +27,12 @@ class Generation:
     steps: int
     passes: int = 2
     encodes: bool = False
+    frames: int = 1
 
     @property
     def load(self) -> int:
         """Pixels of all rows of the denoiser's batch."""
-        return self.width * self.height * self.batch * self.passes
+        return self.width * self.height * self.batch * self.passes * self.frames
 
 
 def side(pixels: float, encodes: bool = False) -> int:

@@ -20,6 +20,7 @@ from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.memory.threads import pause_models
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.models.calls import map_in_call
+from sd_lowvram.models.latents import scale_factor
 from sd_lowvram.patches import Patch, set_patch, wrap
 from sd_lowvram.planning.fallback import Shortage, fallback, leaner
 from sd_lowvram.planning.plan import FallbackStep, Plan
@@ -324,7 +325,13 @@ def _replan(
     width, height = side(width, encodes=True), side(height, encodes=True)
     base = _asked_now(model) or picture
     came = dataclasses.replace(
-        base, width=width, height=height, batch=batch, passes=passes or base.passes, encodes=encodes or base.encodes
+        base,
+        width=width,
+        height=height,
+        batch=batch,
+        passes=passes or base.passes,
+        encodes=encodes or base.encodes,
+        frames=frames,
     )
     with _answers(came):
         start(model, chosen, came, fallback_steps())
@@ -410,13 +417,14 @@ def _attachable(model: Any, settings: Settings) -> Settings:
     return settings
 
 
-def follow(p: Any, model: Any, width: int, height: int, batch: int, passes: int, steps: int | None = None) -> None:
+def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | None = None) -> None:
     """Re-plan if the plan in use is not for what comes next.
 
     So it is if the host has loaded another model during a generation, draws a larger picture, or returns to the owner's
     ``p`` from another one, and if another extension has put a Tiled VAE over our hooks.
 
     Args:
+        shape: of the latents, (N, C, h, w) or (N, C, frames, h, w).
         steps: of the pass that comes, where it has a number of its own.
     """
     if not _running and not any(owner.under_way for owner in _owners):
@@ -425,8 +433,15 @@ def follow(p: Any, model: Any, width: int, height: int, batch: int, passes: int,
     requested = _asked_now(model) or (running.picture if running else None)
     if requested is None:
         return
+    factor = 8 if running is None else scale_factor(running.attachment.anatomy)
     picture = dataclasses.replace(
-        requested, width=width, height=height, batch=batch, passes=passes, steps=steps or requested.steps
+        requested,
+        width=factor * shape[-1],
+        height=factor * shape[-2],
+        batch=shape[0],
+        passes=passes,
+        steps=steps or requested.steps,
+        frames=shape[2] if len(shape) == 5 else 1,
     )
     chosen = _owners[-1].chosen if running is None else running.chosen
     tiled = not chosen.get("tiled") and host.is_tiled_elsewhere(model)

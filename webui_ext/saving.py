@@ -49,8 +49,11 @@ def _save_result(p: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
 
 def save(p: Any, latents: Any) -> None:
     """Write ``latents``, scaled as the denoiser has them; a failure is logged and raises no error."""
-    ended = not isinstance(latents, Tensor) or latents.ndim != 4 or getattr(latents, "already_decoded", False)
+    ended = not isinstance(latents, Tensor) or getattr(latents, "already_decoded", False)
     if ended or getattr(p, _CHOICE, CHOICES[0]) == CHOICES[0]:
+        return
+    if latents.ndim != 4:
+        p.comment(f"{NAME}: latents of {type(shared.sd_model).__name__} have frames and are not saved")
         return
     files: dict[int, Path] = getattr(p, _FILES)
     batch = getattr(p, "iteration", 0)

@@ -30,7 +30,9 @@ class LowVRAMScript(scripts.Script):
         return scripts.AlwaysVisible
 
     def ui(self, is_img2img: bool) -> list[Any]:
-        components, line, head = controls.build(InputAccordion, "img2img" if is_img2img else "txt2img", defaults())
+        components, line, head = controls.build(
+            InputAccordion, "img2img" if is_img2img else "txt2img", defaults(), host.without_effect()
+        )
         self._line_of().place(list(components.values()), line, head)
         self.infotext_fields = [(component, _paste_reader(name)) for name, component in components.items()]
         self.paste_field_names = [infotext.KEY]
@@ -70,7 +72,7 @@ class LowVRAMScript(scripts.Script):
         with aloud(p.sampler, "sample", "sample_img2img"):  # perhaps the second pass of a hires fix
             model = shared.sd_model
             steps = (getattr(p, "hr_second_pass_steps", 0) or p.steps) if getattr(p, "is_hr_pass", False) else None
-            run.follow(p, model, 8 * latents.shape[-1], 8 * latents.shape[-2], len(latents), passes_of(p, model), steps)
+            run.follow(p, model, latents.shape, passes_of(p, model), steps)
         if run.serves(p):
             saving.watch(p)
 

@@ -87,7 +87,7 @@ class AutoencoderKnobs:
     vae_fused_kernels: bool | None = declare(
         place=30,
         label="Fused kernels of the autoencoder",
-        help="fused kernels when decoding and encoding, whatever the denoiser has; undecided: as the denoiser",
+        help="fused kernels when decoding and encoding; without a choice here, the same as in the steps",
         when="NVIDIA GPUs on which `doctor --calibrate` measured a gain for decodes alone; compiling once",
         fidelity=ROUNDING,
         stages=AUTOENCODER,

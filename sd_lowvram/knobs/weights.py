@@ -17,9 +17,8 @@ class WeightsKnobs:
     precision: str | None = declare(
         place=0,
         label="Precision",
-        help="number type: fp16 and bf16 use half the memory of fp32; fp16-storage uses half the memory and computes "
-        "in fp32 (GTX 16xx); autocast-fp16 and autocast-bf16 are slower than fp16 and bf16; fp16-products computes a "
-        "transformer's products in fp16, unless they overflow, and the rest in fp32 (RTX 20xx)",
+        help="number type: fp16 and bf16 use half the memory of fp32; fp16-storage does too and computes in fp32 "
+        "(GTX 16xx); fp16-products computes products in fp16 and the rest in fp32 (RTX 20xx)",
         when="on a GPU that is too small or too slow for fp32; a narrower type gives another picture, a wider one "
         "needs more memory",
         choices=_PRECISIONS,

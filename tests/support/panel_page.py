@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from webui_ext import controls
 from webui_ext.arguments import arguments
 
+HEADINGS = {"The whole run", "Decoding and encoding"}
+
 
 def accordion(value: bool, label: str, elem_id: str) -> Any:
     """As the host's: a checkbox that is used as a context."""
@@ -30,7 +32,10 @@ def main() -> None:
     found = {}
     with gr.Blocks() as page:
         for tab in ("txt2img", "img2img"):
-            made, line, head = controls.build(accordion, tab, values)
+            without = frozenset({"offload", "weights_mib"} if tab == "img2img" else ())
+            made, line, head = controls.build(accordion, tab, values, without)
+            assert {name for name, one in made.items() if not one.visible} - {"enabled"} == without
+            assert {one.parent.parent.label for name, one in made.items() if name in ("ram", "vae_tiles")} == HEADINGS
             assert type(line) is type(head) is gr.HTML and head.parent.elem_id.endswith("-extra")
             assert all(one.do_not_save_to_config for one in made.values())
             assert made["vram"].placeholder and made["ram"].info and not made["ram"].placeholder

@@ -17,6 +17,7 @@ import pytest
 
 from sd_lowvram import Settings
 from sd_lowvram.errors import BadInputError, BudgetError
+from sd_lowvram.knob import GROUPS
 from sd_lowvram.planning.wording import Kind, Reason
 from sd_lowvram.settings import SURFACES, knobs
 from webui_ext import estimate, infotext
@@ -41,6 +42,8 @@ def test_every_knob_is_shown_somewhere_and_the_panel_shows_its_own() -> None:
     assert shown == {name for name, knob in knobs().items() if "panel" in knob.surfaces}
     assert all(set(knob.surfaces) & set(SURFACES) for knob in knobs().values())
     assert IN_SIGHT == ("vram", "preset")
+    assert {one.group for one in arguments()} == set(GROUPS)
+    assert max(len(one.help) for one in arguments()) < 250  # three lines of a column
 
 
 @pytest.mark.parametrize(

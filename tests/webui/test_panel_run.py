@@ -431,8 +431,33 @@ def test_the_line_counts_the_steps_of_both_passes(host: Any) -> None:
 
 def test_a_knob_says_which_of_its_values_change_the_picture() -> None:
     told = {one.name: one.help for one in arguments()}
-    assert "fp16, bf16, fp16-storage, autocast-fp16, autocast-bf16, fp16-products" in told["precision"]
+    assert "; all but fp32: another picture" in told["precision"]
     assert "fp8, int8" in told["weight_storage"] and "another picture" not in told["attention"]
+
+
+@pytest.mark.parametrize("forge", [False, True])
+@pytest.mark.parametrize("flag", ["", "medvram", "lowvram"])
+def test_knobs_of_weights_are_left_out_where_the_host_moves_them(
+    host: Any, monkeypatch: Any, forge: bool, flag: str
+) -> None:
+    ours = importlib.import_module("webui_ext.host")
+    host.cmd_opts = SimpleNamespace(**({flag: True} if flag else {}))
+    if forge:
+        monkeypatch.setitem(sys.modules, "modules_forge", module("modules_forge"))
+    assert bool(ours.without_effect()) == (forge or bool(flag))
+    assert ours.without_effect() <= {one.name for one in arguments()}
+
+
+def test_frames_are_planned_as_they_come(host: Any, script: Any, monkeypatch: Any) -> None:
+    """Latents of Wan and Qwen-Image in Forge Neo have five dimensions."""
+    planned: list[Any] = []
+    run = importlib.import_module("webui_ext.run")
+    monkeypatch.setattr(run, "plan_for", lambda *asked: (planned.append(asked[-1]), foretold(*asked))[1])
+    p = generation()
+    script.before_process(p, {"enabled": True, "vram": "16GB"})
+    script.process(p, {"enabled": True, "vram": "16GB"})
+    script.process_before_every_sampling(p, {"enabled": True, "vram": "16GB"}, x=torch.zeros(1, 4, 3, 8, 8))
+    assert [(one.width, one.height, one.batch, one.frames) for one in planned] == [(64, 64, 1, 1), (64, 64, 1, 3)]
 
 
 def test_a_model_that_edits_pictures_guides_three_ways(host: Any) -> None:
@@ -782,6 +807,7 @@ def page(host: Any) -> Any:
 def test_while_the_panel_is_off_no_control_of_the_page_asks_anything(page: Any) -> None:
     """Gradio runs the script with the values of inputs and outputs, and asks with what its promise gives."""
     asks = dict(page.asks)
+    assert "opacity" in asks["load"]["_js"]  # of the verdict, until the answer is there
     assert "_js" not in asks.pop("enabled") and {"txt2img_width", "txt2img_steps", "vram", "load"} <= set(asks)
     assert {event["_js"] for event in asks.values()} == {asks["load"]["_js"]}
     inputs = [one.elem_id for one in asks["load"]["inputs"]]
@@ -801,7 +827,8 @@ def test_the_page_is_told_at_once_that_a_picture_is_under_way_and_then_the_verdi
     """Each control asks a second time, when the first answer is there."""
     assert set(page.second) == set(page.asks)
     first, second = page.asks["txt2img_width"], page.second["txt2img_width"]
-    assert first["inputs"] == second["inputs"] and second["show_progress"] == "hidden"
+    assert first["inputs"] == second["inputs"]
+    assert first["show_progress"] == second["show_progress"] == "hidden"  # gradio's timer would cover the head
     estimate, turn = importlib.import_module("webui_ext.estimate"), threading.Lock()
     monkeypatch.setattr(estimate, "_SETTLE_SECONDS", 0.01)
     monkeypatch.setitem(sys.modules, "modules.call_queue", module("modules.call_queue", queue_lock=turn))
