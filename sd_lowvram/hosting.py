@@ -38,7 +38,7 @@ HOSTS = {
         ("__init__.py", "nodes", "web", "example_workflows", "pyproject.toml", "LICENSE", "NOTICE"),
     ),
     "webui": Host(
-        "AUTOMATIC1111's, Forge's or reForge's WebUI",
+        "AUTOMATIC1111's, Forge's, Forge Neo's or reForge's WebUI",
         ("launch.py", "webui.py", "modules"),
         "extensions",
         ("scripts", "webui_ext", "install.py", "metadata.ini", "LICENSE", "NOTICE"),

@@ -120,7 +120,7 @@ def test_what_may_be_expected_of_devices_is_what_doctor_tells() -> None:
         assert levels == [one.level], one.name
 
 
-HOSTS = {"ComfyUI": "test_comfyui*.py", "AUTOMATIC1111, Forge": "test_webui*.py"}
+HOSTS = {"ComfyUI": "test_comfyui*.py", "AUTOMATIC1111, Forge, Forge Neo": "test_webui*.py"}
 """The tests in real hosts, by the heads of their columns."""
 UNTRIED = ("should work, untested", "untested", "no")
 

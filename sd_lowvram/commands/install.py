@@ -12,7 +12,7 @@ from .exit_codes import exit_on_error
 
 
 def install(
-    host: Annotated[str, typer.Argument(help="comfyui or webui (AUTOMATIC1111, Forge, reForge)", metavar="HOST")],
+    host: Annotated[str, typer.Argument(help="comfyui or webui (AUTOMATIC1111, Forge, Forge Neo)", metavar="HOST")],
     path: Annotated[Path, typer.Argument(help="the folder that the host is in", metavar="PATH")],
     uninstall: Annotated[bool, typer.Option("--uninstall", help="Take it off again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
