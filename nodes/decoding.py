@@ -11,7 +11,7 @@ from .autoencoder import optimize_again
 from .inputs import BUDGET_OF_VAE, SETTINGS, VAE, checked_budget
 from .interfaces import HostVAE
 from .node_request import ChosenSettings, settings_or_default
-from .optimising import CATEGORY
+from .optimising import ALIASES, CATEGORY
 from .report_text import verdict
 from .saving import HIDDEN, Workflow, saved_first
 
@@ -26,6 +26,7 @@ class LowVRAMVAEDecode:
         "Decodes latents exactly, within a budget: the picture of the stock VAE Decode, without seams or colour shift."
     )
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = (*ALIASES, "tiled", "tiles")
     FUNCTION = "decode"
     RETURN_TYPES = ("IMAGE", "LOWVRAM_PLAN")
     RETURN_NAMES = ("IMAGE", "plan")
@@ -66,6 +67,7 @@ class LowVRAMVAEEncode:
 
     DESCRIPTION = "Encodes a picture exactly, within a budget: the latents of the stock VAE Encode."
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = (*ALIASES, "tiled", "tiles")
     FUNCTION = "encode"
     RETURN_TYPES = ("LATENT", "LOWVRAM_PLAN")
     RETURN_NAMES = ("LATENT", "plan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,11 +107,10 @@ class HostedDenoiser(Denoiser):
 
     def _untold(self, error: PlanningError) -> None:
         cause = error.__cause__ or error
-        of_values = "DataDependent" in type(cause).__name__
-        why = "its code depends on the values of tensors" if of_values else str(cause).splitlines()[0][:200]
+        logging.info(f"sd-lowvram: a step of {self._traced.name} cannot be traced: {type(cause).__name__}: {cause}")
         self.record.untold = (
-            f"no prediction: a step of {self._traced.name} cannot be traced ({why}). ComfyUI's own estimate of a step "
-            "is used, and the budget limits the weights in VRAM"
+            f"no prediction for {self._traced.name}: ComfyUI's own estimate of a step is used, and the budget limits "
+            "the weights in VRAM"
         )
         self.record.plans.pop("denoise", None)
 

@@ -26,6 +26,7 @@ BUDGET = (
     {
         "default": "",
         "placeholder": "4GB",
+        "display_name": "budget, such as 4GB",
         "tooltip": 'VRAM that may be used, such as "4GB" or "3.5 GiB"; empty: all that is free',
     },
 )
@@ -82,10 +83,17 @@ def _checked_budget(written: str) -> None:
         raise BadInputError(f'budget {written.strip()} means MiB: write "{written.strip()}GB" for gigabytes')
 
 
+IN_SIGHT = ("deterministic", "deep_cache", "merge_tokens", "vae_tiles", "decoder_device", "save_latents")
+"""Settings that a person who draws decides; the page folds the others under *Advanced*."""
+
+
 def knob_inputs() -> dict[str, tuple[Any, dict[str, Any]]]:
     """An input for each knob that nodes show, group by group."""
     shown = [(name, knob) for name, knob in knobs().items() if "node" in knob.surfaces]
-    return {name: _input(knob) for group in GROUPS for name, knob in shown if knob.group == group}
+    inputs = {name: _input(knob) for group in GROUPS for name, knob in shown if knob.group == group}
+    for name, (_, options) in inputs.items():
+        options["advanced"] = name not in IN_SIGHT
+    return inputs
 
 
 _DIVIDE_TOKENS = ("pieces.transformer_chunks", "pieces.guidance_in_turn")

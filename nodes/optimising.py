@@ -16,6 +16,8 @@ from .report_text import verdict
 from .sampling import foresee_sampling, optimized_model
 
 CATEGORY = "low-vram"
+ALIASES = ("vram", "memory", "low memory", "out of memory", "oom", "budget", "offload", "low")
+"""Words for which the page's search finds our nodes."""
 
 
 class LowVRAM:
@@ -26,6 +28,7 @@ class LowVRAM:
         "picture's size, and shows peak and time before the run."
     )
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ALIASES
     FUNCTION = "optimize"
     RETURN_TYPES = ("MODEL", "VAE", "LOWVRAM_PLAN")
     RETURN_NAMES = ("model", "vae", "plan")
@@ -81,6 +84,7 @@ class LowVRAMSettings:
         f"picture. {FIDELITIES}"
     )
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ALIASES
     FUNCTION = "choose"
     RETURN_TYPES = ("LOWVRAM_SETTINGS",)
     RETURN_NAMES = ("settings",)

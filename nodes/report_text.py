@@ -144,43 +144,60 @@ def _sampling_size(record: PlanRecord) -> str:
 
 
 def report_text(record: PlanRecord) -> str:
-    """The record as lines: the verdict, then for each stage the prediction, the measurement, and the choices."""
+    """The record as a sentence, a table and notes; behind an empty line, which the page folds, the details.
+
+    The table has a row for each stage: the most memory and the time, predicted and measured, and the weights loaded.
+    """
     if not record.plans:
         return "\n".join([verdict(record), *record.notes])
-    request = next(iter(record.plans.values())).request
+    sentence, *details = verdict(record).splitlines()
     peaks = measured_peaks(record)
-    lines = [
-        verdict(record),
-        f"{_sampling_size(record)}, batch {request.batch}, budget {format_size(request.vram)}",
-        f"{'':<9}{'allocated':>10}{'measured':>10}{'weights':>10}{'loaded':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
-    ]
-    lines += [_row(record, name, peaks.get(name)) for name in record.plans]
+    table = [_columns("", "predicted", "measured", ""), *(_row(record, name, peaks.get(name)) for name in record.plans)]
+    return "\n".join([sentence, "", *table, *record.notes, "", *details, *_details(record, peaks)])
+
+
+def _details(record: PlanRecord, peaks: Mapping[str, int]) -> Iterator[str]:
+    request = next(iter(record.plans.values())).request
+    yield f"{_sampling_size(record)}, batch {request.batch}, budget {format_size(request.vram)}"
     if record.step_seconds:
         predicted = sum(record.step_calls) * _seconds_a_call(record)
         whole = f"{format_time(sum(record.step_seconds))} measured, {format_time(predicted)} predicted"
-        lines.append(f"{len(record.step_seconds)} steps ran: {whole}")
-    lines += _reserved_lines(record)
+        yield f"{len(record.step_seconds)} steps ran: {whole}"
+    yield from _reserved_lines(record)
     if peaks and request.device.type == "cpu":
         both = (f"{name} {format_size(stage_of(plan, name).held_bytes)}" for name, plan in record.plans.items())
-        lines.append(f"on a CPU, VRAM and RAM are the same memory, measured together: planned {', '.join(both)}")
-    lines += [f"{name}: {_choices(plan, name)}" for name, plan in record.plans.items()]
+        yield f"on a CPU, VRAM and RAM are the same memory, measured together: planned {', '.join(both)}"
+    for name, plan in record.plans.items():
+        stage = stage_of(plan, name)
+        planned = f"{format_size(stage.weights_bytes)} of weights in VRAM, {format_size(stage.host_bytes)} in RAM"
+        yield f"planned for {name}: {planned}"
+        yield f"{name}: {_choices(plan, name)}"
     for name, bound in record.bounds.items():
         loaded = format_size(record.kept.get(name, 0))
-        lines.append(f"{name}: dynamic VRAM was limited to {format_size(bound)} of weights and loaded {loaded}")
+        yield f"{name}: dynamic VRAM was limited to {format_size(bound)} of weights and loaded {loaded}"
     if record.sites:
-        lines.append("sites: " + ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())))
-    return "\n".join([*lines, *record.notes])
+        yield "sites: " + ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items()))
 
 
 def _row(record: PlanRecord, name: str, peak: int | None) -> str:
     """The figures of a stage, or of one of its steps."""
     stage = stage_of(record.plans[name], name)
-    sizes = (stage.peak_bytes, peak, stage.weights_bytes, record.kept.get(name), stage.host_bytes)
     row, predicted, took = name, stage.seconds, record.seconds.get(name)
     if name == "denoise":
         row, predicted, took = "a step", seconds_a_step(record), measured_step(record)
-    figures = "".join(f"{'-' if size is None else format_size(size):>10}" for size in sizes)
-    return f"{row:<9}{figures}{_seconds(predicted):>9}{_seconds(took):>10}"
+    loaded = record.kept.get(name)
+    note = "" if loaded is None else f"{format_size(loaded)} weights loaded"
+    return _columns(row, _figures(stage.peak_bytes, predicted), _figures(peak, took), note)
+
+
+def _columns(row: str, predicted: str, measured: str, note: str) -> str:
+    return f"{row:<8}{predicted:<18}{measured:<18}{note}".rstrip()
+
+
+def _figures(size: int | None, seconds: float | None) -> str:
+    """ "3.2 GiB, 1.25 s", of what is known."""
+    known = [*([] if size is None else [format_size(size)]), *([] if seconds is None else [f"{_seconds(seconds)} s"])]
+    return ", ".join(known) or "-"
 
 
 def _reserved_lines(record: PlanRecord) -> Iterator[str]:
@@ -197,9 +214,7 @@ def _reserved_lines(record: PlanRecord) -> Iterator[str]:
             yield f"{name}: {passed}"
 
 
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
+def _seconds(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
 
 

@@ -19,7 +19,7 @@ from .bars import memory_bars
 from .inputs import BATCH, BUDGET, MODEL, SETTINGS, STEPS, VAE, checked_budget, side
 from .interfaces import HostVAE, ModelPatcher
 from .node_request import ChosenSettings, NodeRequest, PlanRecord, settings_or_default
-from .optimising import CATEGORY
+from .optimising import ALIASES, CATEGORY
 from .refusals import UnservedVAEError
 from .report_text import measured_peaks, report_text, stage_of
 from .sampling import foresee_sampling, optimized_model
@@ -36,6 +36,7 @@ class LowVRAMPlan:
 
     DESCRIPTION = "Predicts memory and time of each stage for a size and a budget, and draws them. Nothing runs."
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ALIASES
     FUNCTION = "plan"
     OUTPUT_NODE = True
     RETURN_TYPES = ("STRING", "IMAGE")
@@ -94,6 +95,7 @@ class LowVRAMReport:
         "Compares memory and time of each stage with the plan. Connect the finished pictures, so that it runs last."
     )
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ALIASES
     FUNCTION = "report"
     OUTPUT_NODE = True
     RETURN_TYPES = ("STRING", "IMAGE")

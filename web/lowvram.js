@@ -11,14 +11,13 @@ const TELLING = {
   LowVRAMVAEEncode: "verdict",
 };
 const MARGIN = 8;
-const WIDTHS = { forecast: 560, report: 640, verdict: 520 };
+const WIDTHS = { forecast: 500, report: 500, verdict: 400 };
 const OF_A_NUMBER = / (?=(?:s|min|h|B|[KMG]iB)\b)/g;
 const OF_SETTINGS = 460; // with which no label is cut
 
 function box() {
-  const made = document.createElement("pre");
+  const made = document.createElement("div");
   Object.assign(made.style, {
-    margin: "0",
     padding: "6px 8px",
     boxSizing: "border-box",
     width: "100%",
@@ -33,6 +32,20 @@ function box() {
   return made;
 }
 
+// Lines of details are folded: what follows the second empty line, which only reports have.
+function fill(text, told, changed) {
+  const [sentence, table, ...details] = told.replace(OF_A_NUMBER, "\u00a0").split("\n\n"); // a unit stays with its number
+  text.replaceChildren(table === undefined ? sentence : `${sentence}\n\n${table}`);
+  if (!details.length) return;
+  const fold = document.createElement("details");
+  const head = document.createElement("summary");
+  head.textContent = "details";
+  head.style.cursor = "pointer";
+  fold.append(head, details.join("\n\n"));
+  fold.addEventListener("toggle", changed);
+  text.append(fold);
+}
+
 function widgetOf(node, name) {
   const there = node.widgets?.find((widget) => widget.name === name);
   if (there) return there;
@@ -41,12 +54,13 @@ function widgetOf(node, name) {
   const element = document.createElement("div"); // which the page stretches; the text keeps its own height
   element.append(text);
   const height = () => (text.offsetHeight || 60) + 2 * MARGIN;
+  let shown = "";
   const widget = node.addDOMWidget(name, "lowvram", element, {
     serialize: false,
     hideOnZoom: false,
     margin: MARGIN,
-    getValue: () => text.textContent,
-    setValue: (told) => (text.textContent = told.replace(OF_A_NUMBER, "\u00a0")), // a unit stays with its number
+    getValue: () => shown,
+    setValue: (told) => fill(text, (shown = told), () => fitted(node, name)),
     getMinHeight: height,
     getMaxHeight: height,
   });
@@ -54,16 +68,16 @@ function widgetOf(node, name) {
   return widget;
 }
 
+function fitted(node, name) {
+  const [width, height] = node.computeSize();
+  node.setSize([Math.max(node.size[0], width, WIDTHS[name]), height]);
+  node.setDirtyCanvas(true, true);
+}
+
 function show(node, name, text) {
   widgetOf(node, name).value = text;
-  // the height of the text is known once the box has its width
-  const fit = () => {
-    const [width, height] = node.computeSize();
-    node.setSize([Math.max(node.size[0], width, WIDTHS[name]), height]);
-    node.setDirtyCanvas(true, true);
-  };
-  fit();
-  requestAnimationFrame(fit);
+  fitted(node, name);
+  requestAnimationFrame(() => fitted(node, name)); // the height of the text is known once the box has its width
 }
 
 // A node by the id under which the server knows it, which names the subgraphs that it is in.
@@ -88,6 +102,39 @@ function showRefusals() {
   }
 }
 
+// In the canvas style "advanced" hides nothing by itself: a button folds these settings. Nodes 2.0 has one of its own.
+function foldAdvanced(node) {
+  const more = node.widgets.filter((widget) => widget.options?.advanced);
+  const fold = (open) => {
+    for (const widget of more) widget.hidden = !open;
+    button.label = open ? "Fewer settings" : "Advanced";
+    node.setSize([Math.max(node.size[0], OF_SETTINGS), node.computeSize()[1]]);
+    node.setDirtyCanvas(true, true);
+  };
+  const button = node.addWidget("button", "advanced", "", () => fold(more[0].hidden), { serialize: false });
+  button.serialize = false;
+  button.options.canvasOnly = true;
+  const defaults = new Map(more.map((widget) => [widget, widget.value]));
+  node.unfoldChosen = () => fold(more.some((widget) => widget.value !== defaults.get(widget)));
+  fold(false);
+}
+
+// Values are saved by name too: a setting that comes later moves those behind it in the page's own list.
+function saveByName(nodeType) {
+  const { onSerialize, onConfigure } = nodeType.prototype;
+  nodeType.prototype.onSerialize = function (saved) {
+    onSerialize?.apply(this, arguments);
+    const values = this.widgets.filter((widget) => widget.serialize !== false).map(({ name, value }) => [name, value]);
+    saved.properties = { ...saved.properties, settings: Object.fromEntries(values) };
+  };
+  nodeType.prototype.onConfigure = function (saved) {
+    onConfigure?.apply(this, arguments);
+    const values = saved.properties?.settings ?? {};
+    for (const widget of this.widgets) if (widget.name in values) widget.value = values[widget.name];
+    this.unfoldChosen?.();
+  };
+}
+
 app.registerExtension({
   name: "sd-lowvram",
   setup() {
@@ -99,9 +146,10 @@ app.registerExtension({
     };
   },
   nodeCreated(node) {
-    if (node.comfyClass === "LowVRAMSettings") node.setSize([Math.max(node.size[0], OF_SETTINGS), node.size[1]]);
+    if (node.comfyClass === "LowVRAMSettings") foldAdvanced(node);
   },
   beforeRegisterNodeDef(nodeType, nodeData) {
+    if (nodeData.name === "LowVRAMSettings") saveByName(nodeType);
     const name = TELLING[nodeData.name];
     if (!name) return;
     const { onExecuted } = nodeType.prototype;

@@ -109,7 +109,7 @@ def test_models_of_today_are_foretold_and_run_as_they_are(today, kind, name) -> 
 @serves("AnimateDiff, SVD and other video; all else")
 def test_what_cannot_be_traced_is_said_and_runs_within_the_budget(today) -> None:
     told = today["refusals"]
-    assert told["Low VRAM"].startswith("no prediction: a step of Wan 2.1 cannot be traced") and told["far"] == "0.0"
+    assert told["Low VRAM"].startswith("no prediction for Wan 2.1: ") and told["far"] == "0.0"
     assert told["Plan"].startswith("BadInputError: no prediction") and told["Report"].startswith("no prediction")
 
 

@@ -149,6 +149,17 @@ def test_a_node_asks_for_little(pack) -> None:
         assert name == "LowVRAMSettings" or (fields == OPEN[name] if name in OPEN else fields <= 5), name
 
 
+def test_six_settings_are_in_sight_and_the_rest_is_folded(pack) -> None:
+    shown = inputs_of(pack.NODE_CLASS_MAPPINGS["LowVRAMSettings"])
+    assert len([name for name, (_, options) in shown.items() if not options.get("advanced")]) == 6
+
+
+def test_nodes_are_found_by_what_people_look_for(pack) -> None:
+    for node in pack.NODE_CLASS_MAPPINGS.values():
+        assert {"vram", "memory", "out of memory", "offload", "budget", "low"} <= set(node.SEARCH_ALIASES)
+    assert "tiled" in pack.NODE_CLASS_MAPPINGS["LowVRAMVAEDecode"].SEARCH_ALIASES
+
+
 def test_the_knobs_are_grouped_and_named_for_people(pack) -> None:
     shown = inputs_of(pack.NODE_CLASS_MAPPINGS["LowVRAMSettings"])
     groups = [options["display_name"].split(" · ")[0] for _, options in shown.values()]
@@ -197,6 +208,62 @@ def test_the_page_shows_what_nodes_tell(pack) -> None:
     assert {name for name in IDS if f"{name}:" in script} == telling
     imported = re.findall(r'from "(.*)"', script)
     assert imported == ["../../scripts/app.js"]  # all other modules are internal to the page
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js, which runs the page's script")
+def test_settings_are_folded_and_saved_by_name(pack, tmp_path) -> None:
+    """A workflow of before, without names, keeps what the page read by position; chosen ones are in sight."""
+    script = (ROOT / pack.WEB_DIRECTORY / "lowvram.js").read_text(encoding="utf-8")
+    (line,) = (line for line in script.splitlines() if line.startswith("import "))
+    page = tmp_path / "page.mjs"
+    page.write_text(script.replace(line, "const { app } = globalThis;"), encoding="utf-8")
+    (tmp_path / "run.mjs").write_text(_SETTINGS_PAGE, encoding="utf-8")
+    done = subprocess.run(["node", "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "first": {"hidden": True, "button": "Advanced"},
+        "saved": {"tiles": "exact", "attention": "auto"},
+        "named": {"values": ["fast", "sliced"], "hidden": False, "button": "Fewer settings"},
+        "unnamed": {"values": ["exact", "auto"], "hidden": True, "button": "Advanced"},
+    }
+
+
+_SETTINGS_PAGE = """
+globalThis.app = { registerExtension(made) { this.extension = made; } };
+await import("./page.mjs");
+class Node {
+  comfyClass = "LowVRAMSettings";
+  size = [1, 1];
+  widgets = [
+    { name: "tiles", value: "auto", options: {} },
+    { name: "attention", value: "auto", options: { advanced: true } },
+  ];
+  addWidget(type, name, value, callback, options) {
+    const widget = { type, name, value, callback, options };
+    this.widgets.push(widget);
+    return widget;
+  }
+  computeSize() { return [1, 1]; }
+  setSize() {}
+  setDirtyCanvas() {}
+}
+app.extension.beforeRegisterNodeDef(Node, { name: "LowVRAMSettings" });
+const state = ({ widgets: [tiles, attention, button] }) => ({ hidden: attention.hidden, button: button.label });
+const made = () => { const node = new Node(); app.extension.nodeCreated(node); return node; };
+const node = made();
+const first = state(node);
+node.widgets[0].value = "exact";
+const saved = { properties: {} };
+node.onSerialize(saved);
+const named = made();
+named.onConfigure({ properties: { settings: { attention: "sliced", tiles: "fast", gone: 1 } } });
+const unnamed = made();
+unnamed.widgets[0].value = "exact";
+unnamed.onConfigure({});
+const values = (one) => one.widgets.slice(0, 2).map((widget) => widget.value);
+console.log(JSON.stringify({ first, saved: saved.properties.settings, named: { values: values(named), ...state(named) },
+  unnamed: { values: values(unnamed), ...state(unnamed) } }));
+"""
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js, which runs the page's script")
@@ -271,16 +338,38 @@ def test_values_of_workflows_are_of_their_inputs(pack, path) -> None:
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_the_page_can_offer_the_models_of_a_workflow(path) -> None:
     """Its dialog for missing models goes by name, folder and address of each."""
-    loaders = [
-        node
-        for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]
-        if node["type"] == "CheckpointLoaderSimple"
-    ]
+    nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
+    loaders = [node for node in nodes if node["type"].endswith(("Loader", "LoaderSimple"))]
     for node in loaders:
-        for model in node["properties"].get("models", []):
-            assert model.keys() == {"name", "url", "directory"} and model["name"] == node["widgets_values"][0]
-            assert model["directory"] == "checkpoints" and model["url"].endswith("/" + model["name"])
-    assert loaders and any("models" in node["properties"] for node in loaders)
+        files = [value for value in node["widgets_values"] if value.endswith(".safetensors")]
+        models = node["properties"].get("models", [])
+        assert [model["name"] for model in models] in (files, []) and files
+        for model in models:
+            assert model.keys() == {"name", "url", "directory"} and model["url"].endswith("/" + model["name"])
+            assert model["directory"] == _FOLDERS[node["type"]]
+    assert [node for node in loaders if "models" not in node["properties"]] == [
+        node
+        for node in loaders
+        if node["widgets_values"][0] == "v1-5-base.safetensors"  # which a person makes
+    ]
+
+
+_FOLDERS = {
+    "CheckpointLoaderSimple": "checkpoints",
+    "UNETLoader": "diffusion_models",
+    "CLIPLoader": "text_encoders",
+    "DualCLIPLoader": "text_encoders",
+    "VAELoader": "vae",
+}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_is_in_sight_as_it_opens(path) -> None:
+    """The page opens it as large as it fits; at less than 65 % nobody reads it on a screen of 1280x720."""
+    boxes = [(*node["pos"], *node["size"]) for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]]
+    wide = max(x + width for x, _, width, _ in boxes) - min(x for x, *_ in boxes)
+    high = max(y + height for _, y, _, height in boxes) - min(y for _, y, *_ in boxes) + 30
+    assert wide <= 1600 and high <= 900
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -814,8 +814,11 @@ def test_the_report_tells_the_run_that_was(pack, model, vae) -> None:
     assert "2 steps" in text.splitlines()[0] and "30 steps" not in text
     assert any(line.startswith("2 steps ran: ") and "measured, " in line for line in text.splitlines())
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("a step", "decode "))}
-    assert len(record.step_seconds) == 2 and rows["a"][-1] != "-" and rows["decode"][-1] != "-"
-    assert float(rows["a"][-1]) == pytest.approx(record.step_seconds[1], abs=0.006)  # the first warms up
+    short = text.split("\n\n")[1].splitlines()  # behind the sentence; the details are folded away
+    assert [line.split()[0] for line in short] == ["predicted", "a", "decode"] and max(map(len, short)) <= 72
+    seconds = {name: re.findall(r"([\d.]+) s\b", " ".join(row)) for name, row in rows.items()}
+    assert len(record.step_seconds) == len(seconds["a"]) == len(seconds["decode"]) == 2
+    assert float(seconds["a"][1]) == pytest.approx(record.step_seconds[1], abs=0.006)  # the first warms up
     assert record.kept == {"denoise": model.loaded_size(), "decode": 0} and "loaded" in text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....nodes.interfaces import ModelPatcher
-from ....nodes.optimising import CATEGORY
+from ....nodes.optimising import ALIASES, CATEGORY
 from ...errors import BadInputError
 from ..turns import Turn, parse_turns
 from .turns import scheduled_model
@@ -22,6 +22,7 @@ class LowVRAMUNetSchedule:
         "small model. Draws another picture than either model alone."
     )
     CATEGORY = CATEGORY
+    SEARCH_ALIASES = ALIASES
     FUNCTION = "schedule"
     RETURN_TYPES = ("MODEL",)
     RETURN_NAMES = ("model",)

@@ -50,7 +50,7 @@ def test_it_is_listed_and_has_a_page(server: Server) -> None:
 
 
 def test_the_example_workflow_is_accepted(server: Server) -> None:
-    text = (test_comfyui.ROOT / "example_workflows" / "sd15_unet_schedule.json").read_text(encoding="utf-8")
+    text = (test_comfyui.ROOT / "example_workflows" / "Smaller UNet first (SD1.5).json").read_text(encoding="utf-8")
     made = to_prompt(json.loads(text), server.call("/object_info"))
     values: dict[str, Any] = {"ckpt_name": test_comfyui.NAME, "unet_name": SMALL, "schedule": "small:1,full:1"}
     values |= {"steps": 2, "width": 128, "height": 128}
