@@ -9,12 +9,52 @@ and taken back when it has run, failed or been cancelled.
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from .loading import InRange, layer_bytes
 
 _KEY = "sd-lowvram"
+
+TOUCHED = {
+    "comfy.memory_management": ("aimdo_enabled",),
+    "comfy.model_management": ("current_loaded_models",),
+    "comfy.model_management.LoadedModel": ("model", "model_memory", "model_loaded_memory"),
+    "comfy.model_patcher.ModelPatcherDynamic": (
+        *("is_dynamic", "_vbar_get", "loaded_size", "model_size"),
+        *("add_callback_with_key", "remove_callbacks_with_key"),
+    ),
+    "comfy.patcher_extension.CallbacksMP": ("ON_LOAD",),
+    "comfy_aimdo.model_vbar.ModelVBAR": ("set_watermark", "free_memory", "loaded_size", "prioritize"),
+}
+"""What the bound takes of ComfyUI and of its library, by module or class; besides them attributes of instances: offset
+and max_size of a ModelVBAR, device and currently_used of a LoadedModel, model_loaded_weight_memory of a model."""
+
+
+def renamed() -> list[str]:
+    """What of :data:`TOUCHED` this ComfyUI does not have; empty where it has no dynamic VRAM at all."""
+    if "comfy_aimdo.model_vbar" not in sys.modules:
+        return []
+    return [f"{place}.{name}" for place, names in TOUCHED.items() for name in names if not _has(place, name)]
+
+
+def _has(place: str, name: str) -> bool:
+    module, _, kind = place.rpartition(".")
+    owner = sys.modules.get(place) or getattr(sys.modules.get(module), kind, None)
+    return owner is not None and hasattr(owner, name)
+
+
+RENAMED = renamed()
+"""Names that were missing when our nodes were imported."""
+
+UNBOUND = (
+    f"this ComfyUI names parts of dynamic VRAM differently ({', '.join(RENAMED)}): the budget does not limit weights; "
+    "all else works as before"
+)
+if RENAMED:
+    logging.warning(f"sd-lowvram: {UNBOUND}")
 
 
 def is_dynamic(patcher: Any) -> bool:
@@ -24,7 +64,7 @@ def is_dynamic(patcher: Any) -> bool:
 
 def range_of(patcher: Any) -> Any:
     """The host's ModelVBAR of the model's weights on the device it computes on; None: there is none."""
-    return patcher._vbar_get() if is_dynamic(patcher) else None
+    return patcher._vbar_get() if is_dynamic(patcher) and not RENAMED else None
 
 
 def paged_bytes(patcher: Any) -> int:
@@ -48,6 +88,10 @@ def limit_weights(
     if not is_dynamic(patcher):
         yield
         return
+    if RENAMED:
+        warn(UNBOUND)
+        yield
+        return
     from comfy.patcher_extension import CallbacksMP
 
     ranges: list[Any] = []
@@ -65,7 +109,7 @@ def limit_weights(
                 free -= InRange.buffers(layer_bytes(patcher.model))
             size = InRange.pages(free)
             weights.set_watermark(size)
-        except RuntimeError as error:  # a bound is not a reason to fail the host's load
+        except (RuntimeError, AttributeError, TypeError) as error:  # a bound is not a reason to fail the host's load
             warn(f"dynamic VRAM refused to limit the weights ({error}): they may use all free VRAM")
             return
         report(size)
@@ -83,9 +127,9 @@ def _open(weights: Any, warn: Callable[[str], None]) -> None:
     """Take the bound of a range back; where that is refused, as each load of the host does."""
     try:
         weights.set_watermark(weights.max_size)
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError, TypeError) as error:
         warn(f"dynamic VRAM refused to lift the limit of the weights ({error}): their next load does")
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError):
             weights.prioritize()
 
 

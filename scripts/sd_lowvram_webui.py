@@ -1,8 +1,12 @@
 """The WebUI's door: hands on to webui_ext, which is found because this file's extension is on the path just now."""
 
-from webui_ext import register
-from webui_ext.script import LowVRAMScript
+from webui_ext import refusal, register
 
-__all__ = ["LowVRAMScript"]
+if told := refusal():
+    print(told)
+else:
+    from webui_ext.script import LowVRAMScript
 
-register()
+    __all__ = ["LowVRAMScript"]
+
+    register()

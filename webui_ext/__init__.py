@@ -7,6 +7,18 @@ computed here.
 from __future__ import annotations
 
 
+def refusal() -> str:
+    """Return the sentence for a WebUI that calls no extension before it samples (SD.Next); empty for the others."""
+    from modules import scripts
+
+    if hasattr(scripts.Script, "process_before_every_sampling"):
+        return ""
+    return (
+        "[sd-lowvram] the panel is not added: this WebUI (SD.Next?) calls no extension before it samples; "
+        "SD.Next runs diffusers, whose pipelines sd-lowvram plans in Python"
+    )
+
+
 def register() -> None:
     """Hand the host our callbacks; it forgets them at every "Reload UI" and asks again."""
     from modules import script_callbacks

@@ -262,6 +262,7 @@ def _runs(library: Library, nodes: dict[str, Any], models: list[Any], vae: Any) 
     library.refuses = ""
     told("interrupt", lambda: Guider(made).sample(cancelled))
     told("without our node", lambda: Guider(model).sample(run))
+    found["renamed"] = importlib.import_module(".nodes.dynamic_vram", inside.pack_name()).renamed()
     found["left"] = [one.pages - one.watermark for one in library.ranges]
     patchers = (model, made, other, second, vae.patcher)
     found["callbacks"] = [key for one in patchers for key in one.callbacks.get(CallbacksMP.ON_LOAD, {})]

@@ -195,6 +195,10 @@ def test_dynamic_vram_is_bounded_behind_each_load_and_open_again_afterwards(dyna
     assert sorted(calls[behind + 1 :]) == sorted(("all", of) for of in {name, *made_room})
 
 
+def test_all_that_the_bound_takes_of_the_host_is_there(dynamic) -> None:
+    assert dynamic["renamed"] == []
+
+
 def test_nothing_of_the_bound_is_left(dynamic) -> None:
     assert dynamic["calls"]["without our node"] == [["load", int(MODEL)]]
     assert set(dynamic["left"]) == {0} and dynamic["callbacks"] == []

@@ -1,8 +1,9 @@
 """Every hook on the very modules of the hosts that COMFYUI_DIR and WEBUI_DIR name, and what they leave of the
 activations of SD1.5's full-size UNet.
 
-ComfyUI's modules run under COMFYUI_PYTHON, as they import what only its environment has. The WebUIs' run under our own
-Python; under WEBUI_PYTHON those of A1111 too, whose torch is older, and sgm, which needs packages of that environment.
+ComfyUI's modules run under COMFYUI_PYTHON, as they import what only its environment has, and Forge Neo's under
+WEBUI_PYTHON. The other WebUIs' run under our own Python; under WEBUI_PYTHON those of A1111 too, whose torch is older, and
+sgm, which needs packages of that environment.
 """
 
 from __future__ import annotations
@@ -89,11 +90,12 @@ def test_comfyui() -> None:
 @needs_webui
 def test_webui() -> None:
     assert KIND, f"{WEBUI} is neither AUTOMATIC1111 nor Forge nor reForge"
-    report = report_of(KIND, WEBUI)
+    neo = kind_of(WEBUI) == "neo"  # which imports what only its environment has
+    report = report_of(KIND, WEBUI, PYTHON if neo else sys.executable)
     check_hooks(report["hooks"], HIT)
-    check_peaks(report["peaks"])
+    check_peaks(report["peaks"], same_torch=not neo)
     frames = report.get("autoencoders", {})
-    assert len(frames) == (4 if kind_of(WEBUI) == "neo" else 0)
+    assert len(frames) == (4 if neo else 0)
     for name, ways in frames.items():
         for one in ways.values():
             assert one["error"] < 5e-6 and one["restored"] and one["sites"]["vae_exact"] >= 2, (name, one)

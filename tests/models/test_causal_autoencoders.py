@@ -97,6 +97,8 @@ def test_as_forge_neo_holds_the_one_for_pictures() -> None:
     anatomy = sd_lowvram.session.anatomy_of(vae)
     assert (scale_factor(anatomy), latent_channels(anatomy), pixel_channels(anatomy)) == (8, 16, 3)
     before = dict(vars(vae))
+    with torch.no_grad():
+        assert error(vae.decode(latents), pixels) <= 5e-6  # the support's own plain forward
     asked = {"width": 8 * SIZES[0][2], "height": 8 * SIZES[0][1], "device": "cpu", "ram": "1GB"}
     least = sd_lowvram.plan(vae, vram="1GB", **asked).minimum_vram_bytes
     for budget in (least, 1 << 30):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import importlib
 import json
 import re
 import sys
@@ -596,6 +597,40 @@ def test_a_bound_that_dynamic_vram_refuses_is_told_and_leaves_nothing(pack, part
         Guider(mine, TEXT, seen).sample(NOISE)
     assert [said in note for note in record.notes] == [True]
     assert weights.watermark == weights.max_size and not mine.callbacks["on_load"]
+
+
+@pytest.mark.parametrize("gone", ["comfy_aimdo.model_vbar.ModelVBAR.set_watermark", ""])
+def test_a_renamed_part_of_dynamic_vram_is_told_at_import_and_costs_the_bound_alone(
+    pack, parts, monkeypatch, caplog, gone
+) -> None:
+    bound = sys.modules[pack.__name__ + ".nodes.dynamic_vram"]
+    for place, names in bound.TOUCHED.items():
+        module, _, kind = place.rpartition(".") if place.rpartition(".")[2][0].isupper() else (place, "", "")
+        if module not in sys.modules:
+            monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+        owner = sys.modules[module]
+        if kind:
+            owner = type(kind, (), {})
+            monkeypatch.setattr(sys.modules[module], kind, owner, raising=False)
+        for name in names:
+            if f"{place}.{name}" != gone:
+                monkeypatch.setattr(owner, name, getattr(owner, name, None), raising=False)
+    weights = Range(lambda size: True)
+    model = DynamicPatcher(Model(parts["unet"]), weights)
+    expected = Guider(model, TEXT).sample(NOISE)
+    bounds = types.SimpleNamespace(ON_LOAD="on_load")
+    monkeypatch.setattr(sys.modules["comfy.patcher_extension"], "CallbacksMP", bounds)
+    try:
+        importlib.reload(bound)
+        told = f"names parts of dynamic VRAM differently ({gone}): the budget does not limit weights"
+        assert bound.renamed() == bound.RENAMED == [gone] * bool(gone) and (told in caplog.text) == bool(gone)
+        mine, record = optimize(pack, model)
+        assert tiny.relative_error(Guider(mine, TEXT).sample(NOISE), expected) < 1e-5
+        assert [told in note for note in record.notes] == [bool(gone)]
+        assert gone or "refused to limit" in record.notes[0]  # the bound is tried
+    finally:
+        monkeypatch.undo()
+        importlib.reload(bound)
 
 
 def test_a_decode_that_somebody_else_has_set_stays(pack, vae) -> None:

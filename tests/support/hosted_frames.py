@@ -103,6 +103,32 @@ class HostedPictures(nn.Module):
         return run(x.transpose(1, 2).flatten(0, 1)).unflatten(0, (len(x), -1)).transpose(1, 2)
 
 
+class _Plane(Part):
+    """A decoder or an encoder of pictures alone, with its plain forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = [self.mid_block.resnets[0], self.mid_block.attentions[0], self.mid_block.resnets[1]]
+        rows: list[Any] = list(getattr(self, "down_blocks", ()))
+        rows += middle
+        for block in getattr(self, "up_blocks", ()):
+            rows += [*block.resnets, *(block.upsamplers or ())]
+        x = self.conv_in(x)
+        for block in rows:
+            x = _pass(block, x)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+def _pass(block: Any, x: Tensor) -> Tensor:
+    if hasattr(block, "resample"):
+        return block.resample(x)
+    if hasattr(block, "to_qkv"):
+        query, key, value = block.to_qkv(block.norm(x)).flatten(2).transpose(1, 2)[:, None].chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(query, key, value)[:, 0].transpose(1, 2)
+        return x + block.proj(mixed.unflatten(2, x.shape[2:]).contiguous())
+    within = block.conv1(F.silu(block.norm1(x)))
+    return block.conv2(F.silu(block.norm2(within))) + block.conv_shortcut(x)
+
+
 class _Norm(nn.Module):
     def __init__(self, like: Any) -> None:
         super().__init__()
@@ -135,10 +161,10 @@ def _samplers(samplers: Any) -> Any:
     return None if samplers is None else nn.ModuleList(map(_flat, samplers))
 
 
-def _plane(part: Any, **rows: nn.Module) -> Part:
+def _plane(part: Any, **rows: nn.Module) -> _Plane:
     middle = Part(
         resnets=nn.ModuleList(map(_flat, part.mid_block.resnets)),
         attentions=nn.ModuleList(map(_flat, part.mid_block.attentions)),
     )
     ends = {name: _flat(getattr(part, name)) for name in ("conv_in", "norm_out", "conv_out")}
-    return Part(mid_block=middle, **ends, **rows)
+    return _Plane(mid_block=middle, **ends, **rows)

@@ -8,6 +8,7 @@ import functools
 import importlib
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -433,6 +434,21 @@ def test_a_knob_says_which_of_its_values_change_the_picture() -> None:
     told = {one.name: one.help for one in arguments()}
     assert "; all but fp32: another picture" in told["precision"]
     assert "fp8, int8" in told["weight_storage"] and "another picture" not in told["attention"]
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_webui_without_a_call_before_sampling_is_refused_in_a_sentence(
+    host: Any, monkeypatch: Any, capsys: Any, served: bool
+) -> None:
+    """SD.Next has none; nothing of ours is registered there."""
+    registered: list[bool] = []
+    monkeypatch.setattr(importlib.import_module("webui_ext"), "register", lambda: registered.append(True))
+    kind = sys.modules["modules.scripts"].Script  # type: ignore[attr-defined]
+    if served:
+        monkeypatch.setattr(kind, "process_before_every_sampling", None, raising=False)
+    found = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "sd_lowvram_webui.py"))
+    assert ("LowVRAMScript" in found) == bool(registered) == served
+    assert ("the panel is not added" in capsys.readouterr().out) != served
 
 
 @pytest.mark.parametrize("forge", [False, True])
