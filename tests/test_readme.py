@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -132,6 +133,13 @@ def test_what_the_table_of_models_says_of_a_host_is_what_its_tests_run(host: str
     cells = {line[0].strip("| "): line[column].strip("| ") for line in lines[1:]}
     tried = {row for file in (ROOT / "tests" / "hosts").glob(HOSTS[host]) for row in rows_served(file)}
     assert {row for row, cell in cells.items() if cell not in UNTRIED} == tried
+
+
+def test_the_table_of_hosts_is_the_list_of_the_suites() -> None:
+    tried = json.loads((ROOT / "tests" / "hosts" / "tried.json").read_text(encoding="utf-8"))
+    table = README.partition("| host | version tried | date | what was run |\n")[2].partition("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1:]]
+    assert rows == [list(one.values()) for one in tried] and len(rows) > 4
 
 
 def rows_served(file: Path) -> Iterator[str]:

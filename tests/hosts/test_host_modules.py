@@ -2,8 +2,8 @@
 activations of SD1.5's full-size UNet.
 
 ComfyUI's modules run under COMFYUI_PYTHON, as they import what only its environment has, and Forge Neo's under
-WEBUI_PYTHON. The other WebUIs' run under our own Python; under WEBUI_PYTHON those of A1111 too, whose torch is older, and
-sgm, which needs packages of that environment.
+WEBUI_PYTHON. The other WebUIs' run under our own Python; under WEBUI_PYTHON those of A1111 too, whose torch is older,
+and sgm, which needs packages of that environment.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -54,10 +55,14 @@ def packages() -> str:
     return subprocess.run([PYTHON, "-m", "pip", "freeze"], check=True, capture_output=True, text=True).stdout
 
 
-def running(data: Path, *flags: str) -> contextlib.AbstractContextManager[Server]:
+@contextlib.contextmanager
+def running(data: Path, *flags: str) -> Iterator[Server]:
     first = data / webui_data.MODELS / "first.safetensors"
     named = ["--ckpt-dirs", str(first.parent)] if KIND == "neo" else ["--ckpt", str(first)]
-    return serving(Path(WEBUI), PYTHON, data, *named, *flags)
+    with serving(Path(WEBUI), PYTHON, data, *named, *flags) as server:
+        if KIND == "neo":  # which starts with any
+            server.ask("/sdapi/v1/options", {"sd_model_checkpoint": first.name})
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +103,16 @@ def assert_same(one: Made, other: Made) -> None:
 def test_it_loads_without_a_word_of_complaint(server: Server) -> None:
     assert NAME in server.ask("/sdapi/v1/scripts")["txt2img"] and NAME in server.ask("/sdapi/v1/scripts")["img2img"]
     assert "Traceback" not in server.told() and "***" not in server.told()
+
+
+def test_this_version_is_the_one_that_is_listed(server: Server) -> None:
+    """Another one is not wrong: add it to tried.json when its tests have passed."""
+    named = {"a1111": "AUTOMATIC1111", "forge": "Forge", "neo": "Forge Neo", "reforge": "reForge"}[KIND]
+    tried = json.loads((Path(__file__).parent / "tried.json").read_text(encoding="utf-8"))
+    listed = next(one["version"] for one in tried if one["host"] == named)
+    version = str(server.make().info["version"])
+    if listed not in version:
+        pytest.skip(f"{named} {version} is not the listed {listed}")
 
 
 def test_off_means_off(server: Server, bare: dict[str, Any]) -> None:
