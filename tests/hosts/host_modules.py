@@ -93,7 +93,8 @@ def _of_comfy(package: str) -> Models:
 
 
 def forge() -> Models:
-    sys.argv.append("--always-cpu")
+    neo = (Path(sys.path[0]) / "backend" / "nn" / "anima.py").exists()
+    sys.argv.append("--cpu" if neo else "--always-cpu")
     import diffusers.configuration_utils  # noqa: F401, before what stands in for a package that it looks for
 
     with contextlib.suppress(ImportError):

@@ -369,7 +369,7 @@ def test_a_workflow_is_in_sight_as_it_opens(path) -> None:
     boxes = [(*node["pos"], *node["size"]) for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]]
     wide = max(x + width for x, _, width, _ in boxes) - min(x for x, *_ in boxes)
     high = max(y + height for _, y, _, height in boxes) - min(y for _, y, *_ in boxes) + 30
-    assert wide <= 1600 and high <= 900
+    assert wide <= 1450 and high <= 850
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
