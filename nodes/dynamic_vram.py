@@ -34,7 +34,7 @@ and max_size of a ModelVBAR, device and currently_used of a LoadedModel, model_l
 
 
 def renamed() -> list[str]:
-    """What of :data:`TOUCHED` this ComfyUI does not have; empty where it has no dynamic VRAM at all."""
+    """Names of :data:`TOUCHED` that this ComfyUI lacks; empty where it has no dynamic VRAM at all."""
     if "comfy_aimdo.model_vbar" not in sys.modules:
         return []
     return [f"{place}.{name}" for place, names in TOUCHED.items() for name in names if not _has(place, name)]

@@ -1,8 +1,8 @@
 """The WebUI's door: hands on to webui_ext, which is found because this file's extension is on the path just now."""
 
-from webui_ext import refusal, register
+from webui_ext import host_refusal, register
 
-if told := refusal():
+if told := host_refusal():
     print(told)
 else:
     from webui_ext.script import LowVRAMScript

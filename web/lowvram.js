@@ -107,6 +107,7 @@ function foldAdvanced(node) {
   const more = node.widgets.filter((widget) => widget.options?.advanced);
   const fold = (open) => {
     for (const widget of more) widget.hidden = !open;
+    node.showAdvanced = open; // as Nodes 2.0 reads it
     button.label = open ? "Fewer settings" : "Advanced";
     node.setSize([Math.max(node.size[0], OF_SETTINGS), node.computeSize()[1]]);
     node.setDirtyCanvas(true, true);

@@ -7,7 +7,7 @@ computed here.
 from __future__ import annotations
 
 
-def refusal() -> str:
+def host_refusal() -> str:
     """Return the sentence for a WebUI that calls no extension before it samples (SD.Next); empty for the others."""
     from modules import scripts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from modules import shared
@@ -28,6 +29,18 @@ class Generation:
     passes: int = 2
     encodes: bool = False
     frames: int = 1
+
+    def of_latents(self, shape: Sequence[int], factor: int, passes: int, steps: int) -> Generation:
+        """Return this generation with the sizes of latents that come.
+
+        Args:
+            shape: (N, C, h, w) or (N, C, frames, h, w).
+            factor: pixels to a side of a latent pixel.
+            passes, steps: of the pass that comes.
+        """
+        width, height = factor * shape[-1], factor * shape[-2]
+        made = dataclasses.replace(self, width=width, height=height, batch=shape[0], passes=passes, steps=steps)
+        return dataclasses.replace(made, frames=shape[2] if len(shape) == 5 else 1)
 
     @property
     def load(self) -> int:

@@ -434,15 +434,7 @@ def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | N
     if requested is None:
         return
     factor = 8 if running is None else scale_factor(running.attachment.anatomy)
-    picture = dataclasses.replace(
-        requested,
-        width=factor * shape[-1],
-        height=factor * shape[-2],
-        batch=shape[0],
-        passes=passes,
-        steps=steps or requested.steps,
-        frames=shape[2] if len(shape) == 5 else 1,
-    )
+    picture = requested.of_latents(shape, factor, passes, steps or requested.steps)
     chosen = _owners[-1].chosen if running is None else running.chosen
     tiled = not chosen.get("tiled") and host.is_tiled_elsewhere(model)
     if tiled or running is None or _is_outgrown(running, p, model, picture):

@@ -194,6 +194,18 @@ def test_what_is_wrong_is_told_when_a_prompt_is_queued(pack, given, told) -> Non
         assert answer is True if told is True else told in answer
 
 
+@pytest.mark.parametrize("table", sorted((ROOT / "locales").glob("*/nodeDefs.json")), ids=lambda path: path.parent.name)
+def test_translations_are_of_nodes_and_fields_that_there_are(pack, table) -> None:
+    """What has no translation stays English."""
+    known = json.loads(table.read_text(encoding="utf-8"))
+    there = {name: node for name, node in pack.NODE_CLASS_MAPPINGS.items() if name in known}
+    assert len(there) >= len(IDS) and known.keys() <= {*NODES, "LowVRAMUNetSchedule"}
+    for name, node in there.items():
+        assert known[name].keys() <= {"display_name", "description", "inputs"}
+        assert set(known[name].get("inputs", {})) <= set(inputs_of(node))
+        assert known[name]["display_name"] != pack.NODE_DISPLAY_NAME_MAPPINGS[name]
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_every_node_has_a_help_page_that_names_its_inputs(pack, name) -> None:
     page = (ROOT / pack.WEB_DIRECTORY / "docs" / f"{name}.md").read_text(encoding="utf-8")

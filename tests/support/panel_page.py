@@ -27,6 +27,13 @@ def accordion(value: bool, label: str, elem_id: str) -> Any:
     return box
 
 
+def fold_of(component: Any) -> Any:
+    """The innermost accordion around a component."""
+    while not isinstance(component := component.parent, gr.Accordion):
+        pass
+    return component
+
+
 def main() -> None:
     values = {one.name: one.default for one in arguments()}
     found = {}
@@ -35,7 +42,7 @@ def main() -> None:
             without = frozenset({"offload", "weights_mib"} if tab == "img2img" else ())
             made, line, head = controls.build(accordion, tab, values, without)
             assert {name for name, one in made.items() if not one.visible} - {"enabled"} == without
-            assert {one.parent.parent.label for name, one in made.items() if name in ("ram", "vae_tiles")} == HEADINGS
+            assert {fold_of(made[name]).label for name in ("ram", "vae_tiles")} == HEADINGS
             assert type(line) is type(head) is gr.HTML and head.parent.elem_id.endswith("-extra")
             assert all(one.do_not_save_to_config for one in made.values())
             assert made["vram"].placeholder and made["ram"].info and not made["ram"].placeholder
