@@ -30,17 +30,17 @@ class Generation:
     encodes: bool = False
     frames: int = 1
 
-    def of_latents(self, shape: Sequence[int], factor: int, passes: int, steps: int) -> Generation:
+    def of_latents(self, shape: Sequence[int], factor: int, passes: int, steps: int | None) -> Generation:
         """Return this generation with the sizes of latents that come.
 
         Args:
             shape: (N, C, h, w) or (N, C, frames, h, w).
             factor: pixels to a side of a latent pixel.
-            passes, steps: of the pass that comes.
+            passes, steps: of the pass that comes; None: the steps stay.
         """
         width, height = factor * shape[-1], factor * shape[-2]
-        made = dataclasses.replace(self, width=width, height=height, batch=shape[0], passes=passes, steps=steps)
-        return dataclasses.replace(made, frames=shape[2] if len(shape) == 5 else 1)
+        made = dataclasses.replace(self, width=width, height=height, batch=shape[0], passes=passes)
+        return dataclasses.replace(made, steps=steps or self.steps, frames=shape[2] if len(shape) == 5 else 1)
 
     @property
     def load(self) -> int:

@@ -434,7 +434,7 @@ def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | N
     if requested is None:
         return
     factor = 8 if running is None else scale_factor(running.attachment.anatomy)
-    picture = requested.of_latents(shape, factor, passes, steps or requested.steps)
+    picture = requested.of_latents(shape, factor, passes, steps)
     chosen = _owners[-1].chosen if running is None else running.chosen
     tiled = not chosen.get("tiled") and host.is_tiled_elsewhere(model)
     if tiled or running is None or _is_outgrown(running, p, model, picture):
