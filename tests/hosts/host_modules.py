@@ -102,7 +102,7 @@ def forge() -> Models:
     stand_in = types.ModuleType("sentencepiece")
     stand_in.SentencePieceProcessor = object  # type: ignore[attr-defined]
     sys.modules.setdefault("sentencepiece", stand_in)
-    sys.path.insert(1, str(Path(sys.path[0]) / "packages_3rdparty"))
+    sys.path.insert(1, str(Path(sys.path[0]) / ("modules_forge/packages" if neo else "packages_3rdparty")))
     unet = importlib.import_module("backend.nn.unet").IntegratedUNet2DConditionModel
     vae = importlib.import_module("backend.nn.vae").IntegratedAutoencoderKL
     made = functools.partial(_of_forge, unet, **DEPTHS)
