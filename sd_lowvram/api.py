@@ -434,7 +434,7 @@ def _request(
     call: Mapping[str, Any] | None = None,
 ) -> Request:
     """The request of a call of ours; what is not stated is as the target itself runs."""
-    anatomy = _anatomy(target, settings, run, _check_flag(guided, "guided"), call)
+    anatomy = anatomy_for_call(target, settings, run, _check_flag(guided, "guided"), call)
     asked: RunOptions = {
         **run,
         "vram": None if vram is None else parse_size(vram, "vram"),
@@ -445,10 +445,14 @@ def _request(
     return request if guided else dataclasses.replace(request, passes=1, calls=1)
 
 
-def _anatomy(
+def anatomy_for_call(
     target: Any, settings: Settings | None, run: RunOptions, guided: bool, call: Mapping[str, Any] | None
 ) -> Anatomy:
-    """The anatomy of ``target``, with the calls that it makes if ``call`` is stated or its family is not known.
+    """Return the anatomy of ``target``, with the calls that it makes if ``call`` is stated or its family is unknown.
+
+    Args:
+        target: as for :func:`optimize`, and so are ``settings``, ``guided`` and ``call``.
+        run: size, number of pictures and steps.
 
     Raises:
         BadInputError: the stated call cannot be rehearsed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from ..errors import CheckpointError
 from ..models import anatomy_of_components, dissect
 from ..models.anatomy import Anatomy
 from ..models.support import unsupported_error
-from .architectures import MODELS, build_components, pipeline_class, type_for
-from .inspection import configuration
+from .architectures import MODELS, build_components, class_of, empty_model, pipeline_class, type_for
+from .inspection import configuration, read_index
 from .load_split import load_part
 from .split_files import is_split
+from .unfilled import Unfilled
 
 
 def meta_anatomy(model: str | None, dtype: torch.dtype, only: tuple[str, ...] = MODELS) -> Anatomy:
@@ -50,6 +52,47 @@ def _pipeline_anatomy(config: dict[str, Any], parts: dict[str, nn.Module]) -> An
         raise unsupported_error(pipe, "transformer", parts["transformer"])
     unguided: dict[str, Any] = {"passes": 1, "calls": 1} if config.get("call", {}).get("guidance_scale") == 0 else {}
     return dataclasses.replace(anatomy, **unguided)
+
+
+def meta_pipeline(name: str, folder: Path, dtype: torch.dtype) -> Any:
+    """Return a pipeline of diffusers with the parts of a folder, its models on the meta device.
+
+    Args:
+        name: class of the pipeline.
+        folder: diffusers folder; of models only the configurations are read.
+        dtype: type of the weights.
+
+    Raises:
+        CheckpointError: the class is unknown, or the folder cannot be used for it.
+    """
+    kind, index = class_of({"_class_name": name}), read_index(folder)
+    try:
+        taken = inspect.signature(kind.__init__).parameters
+        dtype = type_for(index, dtype)
+        return kind(**{part: _meta_part(folder / part, index[part], dtype) for part in index if part in taken})
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever configurations that do not belong together provoke in the libraries
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{folder} cannot be used for {name}: {type(error).__name__}: {reason:.300}; give a folder of that pipeline"
+        ) from error
+
+
+def _meta_part(place: Path, stated: Any, dtype: torch.dtype) -> Any:
+    """A part of a folder, or a plain value that its index states."""
+    if not isinstance(stated, list) or not place.is_dir():
+        return None if isinstance(stated, list) else stated
+    if (place / "scheduler_config.json").is_file():
+        config = json.loads((place / "scheduler_config.json").read_text(encoding="utf-8"))
+        return class_of(config).from_config(config)
+    if not (place / "config.json").is_file():
+        import transformers
+
+        return getattr(transformers, stated[-1]).from_pretrained(place, local_files_only=True)
+    with torch.device("meta"), Unfilled():
+        model = empty_model(json.loads((place / "config.json").read_text(encoding="utf-8")))
+    return nn.Module.to(model, dtype).eval().requires_grad_(False)
 
 
 def meta_components(model: str | None, dtype: torch.dtype, only: tuple[str, ...] = MODELS) -> dict[str, nn.Module]:

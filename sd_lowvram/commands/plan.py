@@ -14,7 +14,7 @@ import typer
 from ..checkpoints.architectures import NAMES, TRANSFORMERS
 from ..devices.disk import DISKS, disk_rate, parse_disk
 from ..devices.performance import profile
-from ..errors import BudgetError
+from ..errors import BadInputError, BudgetError
 from ..policies import HELP, POLICIES
 from ..settings import Settings
 from .early import check_floor
@@ -34,6 +34,11 @@ def plan(
         str | None,
         typer.Option("--model", "-m", help=f"{', '.join((*NAMES, *TRANSFORMERS))}, a diffusers folder or a "
                      ".safetensors file; left out: the demo model.", metavar="NAME|PATH"),
+    ] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(help="Pipeline of diffusers that runs the folder --model, such as LTXPipeline: its own call is "
+                     "planned. Left out: the family of the folder.", metavar="CLASS"),
     ] = None,
     transformer: Annotated[
         Path | None,
@@ -89,7 +94,7 @@ def plan(
     """Show whether a picture fits, its peak, its time and its settings; nothing runs."""
     asked: dict[str, Any] = {"model": model, "width": width, "height": height, "batch": batch, "steps": steps}
     asked |= {"pictures": pictures, "guidance": guidance, "max_size": max_size, "approximate": approximate}
-    asked |= {"vram": vram, "ram": ram, "disk": disk, "gpu": gpu, "policy": policy}
+    asked |= {"vram": vram, "ram": ram, "disk": disk, "gpu": gpu, "policy": policy, "pipeline": pipeline}
     files = {"transformer": transformer, "text_encoder": text_encoder, "vae": vae, "tokenizer": tokenizer}
     with exit_on_error(debug):
         if list_policies:
@@ -121,10 +126,14 @@ def _check_request(
         files: those of a model that is given in parts, with their options' names.
     """
     asked = {**options, "disk": None if options["disk"] is None else parse_disk(options["disk"])}
-    check_given(**{name: asked[name] for name in ("model", "gpu", "policy")})
+    check_given(**{name: asked[name] for name in ("model", "gpu", "policy", "pipeline")})
     if asked["gpu"] is not None:
         profile(asked["gpu"])
     asked["model"] = split_or(asked["model"], **files)
+    if asked["pipeline"] is not None and (asked["max_size"] or not Path(asked["model"] or "").is_dir()):
+        raise BadInputError(
+            f"--pipeline {asked['pipeline']} needs a diffusers folder: give one with --model, and leave --max-size out"
+        )
     chosen = checked_settings(knobs, asked["policy"])
     check_run(*(asked[name] for name in ("width", "height", "steps", "batch", "vram", "ram")))
     check_count("--pictures", asked["pictures"], 1_000_000)
@@ -167,8 +176,8 @@ def _make_answer(asked: dict[str, Any], budgets: Mapping[str, int], settings: Se
 
     from ..checkpoints.inspection import configuration
 
-    config = configuration(asked["model"])
-    if not asked["max_size"] and "vram" in budgets:
+    if not asked["max_size"] and not asked["pipeline"] and "vram" in budgets:
+        config = configuration(asked["model"])
         check_floor(config, asked["width"], asked["height"], asked["batch"], budgets["vram"])
     asked = {**asked, **budgets}
 
@@ -223,12 +232,18 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     """The target and the request; facts on the machine are measured here."""
     import torch
 
-    from ..checkpoints.meta_model import meta_anatomy
+    from ..api import anatomy_for_call
+    from ..checkpoints.meta_model import meta_anatomy, meta_pipeline
     from ..devices.info import default_device, dtype_on
     from ..planning.as_others import request_by
 
     device = torch.device("cuda") if asked["gpu"] else default_device()
-    anatomy = meta_anatomy(asked["model"], dtype_on(device))
+    if asked["pipeline"]:
+        pipe = meta_pipeline(asked["pipeline"], Path(asked["model"]), dtype_on(device))
+        run: Any = {name: asked[name] for name in ("width", "height", "batch", "steps")}
+        anatomy = anatomy_for_call(pipe, None, run, asked["guidance"], None)
+    else:
+        anatomy = meta_anatomy(asked["model"], dtype_on(device))
     named = ("gpu", "vram", "ram", "width", "height", "batch", "steps", "pictures")
     passes = None if asked["guidance"] else 1
     if not asked["guidance"]:

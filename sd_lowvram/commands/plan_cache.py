@@ -91,8 +91,13 @@ def _model(model: str | None) -> list[Any]:
     path = Path(model) if model is not None else None
     if path is None or not path.exists():
         return []
-    files = sorted(path.glob("*/config.json")) if path.is_dir() else [path]
+    files = sorted(file for file in (*path.glob("*"), *path.glob("*/*")) if _tells(file)) if path.is_dir() else [path]
     return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _tells(file: Path) -> bool:
+    """True for a file of a folder on which a plan depends: a configuration, or words of a tokenizer."""
+    return file.suffix in (".json", ".txt", ".model") and file.is_file()
 
 
 def _machine() -> list[Any]:

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import families
 import pytest
 import tiny
+import todays
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +22,7 @@ from small import narrow, save_single_file
 from typer.testing import CliRunner
 
 from sd_lowvram.checkpoints.architectures import build_components, write_folder
+from sd_lowvram.checkpoints.inspection import DEMO
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.cli import app
 from sd_lowvram.commands import early, plan_cache
@@ -89,9 +92,32 @@ def test_components_that_wait_in_their_file_need_little_memory() -> None:
     assert plans[0]["predicted"]["seconds"] > plans[1]["predicted"]["seconds"]
 
 
+@pytest.mark.slow(10)
+def test_any_pipeline_of_diffusers_is_planned_from_its_folder(tmp_path: Path) -> None:
+    sizes = {"sample_size": 32, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}
+    sizes |= {"cross_attention_dim": 32, "caption_channels": 64, "out_channels": 8, "in_channels": 4}
+    parts = {"transformer": diffusers.PixArtTransformer2DModel(**sizes), "scheduler": diffusers.DDIMScheduler()}
+    pipe = diffusers.PixArtSigmaPipeline(**parts, vae=todays.vae(4), text_encoder=todays.t5(), tokenizer=None)
+    todays.save(pipe, tmp_path / "whole")
+    asked = ("--width", "256", "--height", "256", "--steps", "4", "--vram", "1GB", "--ram", "2GB", "--gpu", "rtx2070")
+    named = "--pipeline", "PixArtSigmaPipeline", "--model", str(tmp_path / "whole")
+    result = run(*named, *asked, "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    stages = {stage["name"]: stage for stage in answer["stages"]}
+    assert stages.keys() == {"text", "denoise", "decode"} and not answer["at_first_call"]
+    assert all(stage["activation_bytes"] > 0 for stage in stages.values())
+    todays.lumina2().save_pretrained(tmp_path / "part")
+    shown = run("--pipeline", "Lumina2Pipeline", "--model", str(tmp_path / "part"), *asked).stdout
+    assert shown.startswith("planned at first call, within 1 GiB") and "argument call" in shown.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (("--pipeline", "LTXPipeline", "--model", "sd15"), "LTXPipeline needs a diffusers folder"),
+        (("--pipeline", "NoPipeline", "--model", str(DEMO)), "NoPipeline is known neither"),
+        (("--pipeline", "FluxPipeline", "--model", str(DEMO)), "give a folder of that pipeline"),
         (("--model", "sd99"), "sd99"),
         (("--gpu", "voodoo"), "rtx2070"),
         (("--model", "sd15", "--width", "100"), "--width 100 .*8: 96 and 104"),
