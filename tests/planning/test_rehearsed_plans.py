@@ -114,6 +114,40 @@ def test_a_pipeline_of_diffusers_without_a_family_is_planned_by_its_call() -> No
     assert now.predicted.peak_bytes > plan.predicted.peak_bytes
 
 
+SHORT = ("flux", "img2img")
+"""Kinds of ``make test``; ``make test-all`` has all."""
+
+
+@pytest.mark.slow(30)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in SHORT else [pytest.mark.rare]) for kind in rehearsed.KINDS]
+)
+def test_a_stated_call_runs_with_plenty_half_and_least(kind: str) -> None:
+    make, call_of = rehearsed.KINDS[kind]
+    pipe = make()
+    call = {**call_of(pipe), "num_inference_steps": 2, "output_type": "pt"}
+
+    def made() -> Tensor:
+        return torch.as_tensor(pipe(**call, generator=torch.Generator().manual_seed(3)).images)
+
+    expected, places = made(), weight_places(pipe)
+    plenty = sd_lowvram.plan(pipe, vram="4GB", device="cpu", call=call)
+    least, most = plenty.minimum_vram_bytes, plenty.predicted.peak_bytes
+    for vram in (least, (least + most) // 2, 4 << 30):
+        plan = sd_lowvram.optimize(pipe, vram=f"{vram} B", device="cpu", call=call)
+        assert plan.fits and not plan.at_first_call
+        with sd_lowvram.measured(pipe) as run:
+            assert (made() - expected).abs().max() <= (0 if plan.fidelity is Fidelity.BITWISE else 1e-4)
+        assert within(plan, run)
+    sd_lowvram.restore(pipe)
+    assert weight_places(pipe) == places and torch.equal(made(), expected)
+
+
+def weight_places(pipe: Any) -> list[tuple[int, int]]:
+    models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    return [(id(tensor), tensor.data_ptr()) for model in models for tensor in model.parameters()]
+
+
 def test_a_model_that_was_removed_needs_no_plan() -> None:
     pipe = TwoExperts(32)
     sd_lowvram.optimize(pipe, vram="1GB", width=64, height=64, device="cpu", call=CALL)
