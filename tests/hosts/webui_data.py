@@ -32,6 +32,11 @@ def empty(place: Path) -> Path:
     return place
 
 
+def has_approximation() -> bool:
+    """True if the host's folder has its small decoder for previews, which it would download."""
+    return any((Path(WEBUI) / "models" / "VAE-approx").glob("*.pt"))
+
+
 def add_script(place: Path, file: str, name: str = "") -> None:
     """A script of this folder as an extension of its own, by default loaded after ours."""
     scripts = place / "extensions" / (name or f"tests-{Path(file).stem}") / "scripts"
