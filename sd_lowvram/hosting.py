@@ -35,7 +35,17 @@ HOSTS = {
         "ComfyUI",
         ("main.py", "nodes.py", "comfy"),
         "custom_nodes",
-        ("__init__.py", "nodes", "web", "example_workflows", "locales", "pyproject.toml", "LICENSE", "NOTICE"),
+        (
+            "__init__.py",
+            "nodes",
+            "web",
+            "example_workflows",
+            "locales",
+            "subgraphs",
+            "pyproject.toml",
+            "LICENSE",
+            "NOTICE",
+        ),
     ),
     "webui": Host(
         "AUTOMATIC1111's, Forge's, Forge Neo's or reForge's WebUI",

@@ -416,6 +416,27 @@ def test_saved_workflows_are_wired(pack, path) -> None:
         assert sockets <= {name for name, one in wired.items() if one["link"] is not None}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "subgraphs").glob("*.json")), ids=lambda path: path.stem)
+def test_blueprints_are_wired(pack, path) -> None:
+    """A node of a graph: its fields are those of nodes within, and what they give comes out as a picture."""
+    blueprint = json.loads(path.read_text(encoding="utf-8"))
+    (outer,), (graph,) = blueprint["nodes"], blueprint["definitions"]["subgraphs"]
+    nodes, links = {node["id"]: node for node in graph["nodes"]}, {link["id"]: link for link in graph["links"]}
+    assert outer["type"] == graph["id"] and graph["name"] == path.stem
+    for place, (field, proxy) in enumerate(zip(graph["inputs"], outer["properties"]["proxyWidgets"], strict=True)):
+        (link,) = (links[number] for number in field["linkIds"])
+        end = nodes[link["target_id"]]["inputs"][link["target_slot"]]
+        assert (link["origin_id"], link["origin_slot"], end["link"]) == (-10, place, link["id"])
+        assert proxy == [str(link["target_id"]), end["name"]] and field["type"] == end["type"]
+    for link in links.values():
+        if link["origin_id"] in nodes:
+            assert link["id"] in nodes[link["origin_id"]]["outputs"][link["origin_slot"]]["links"]
+        if link["target_id"] in nodes:
+            assert nodes[link["target_id"]]["inputs"][link["target_slot"]]["link"] == link["id"]
+    assert [links[number]["target_id"] for number in graph["outputs"][0]["linkIds"]] == [-20]
+    assert {"prompt", "budget", "width", "height"} <= {field["name"] for field in graph["inputs"]}
+
+
 def test_a_strangers_knob_appears_by_itself(pack) -> None:
     from webui_ext.arguments import arguments
 
