@@ -93,6 +93,24 @@ def test_a_planned_call_is_limited_to_the_budget(gpu: Any, pipe: Any, planned: d
     assert {round((limit - left) / MIB) for limit in calls.limits} == {200}
 
 
+def test_first_calls_are_limited_before_they_are_planned(
+    gpu: Any, pipe: Any, planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rehearse(*_: Any, **__: Any) -> None:
+        raise IndexError("no values")
+
+    monkeypatch.setattr("sd_lowvram.api.rehearse", rehearse)
+    calls, left = Calls(pipe), unplanned()
+    plan = sd_lowvram.optimize(pipe, call={"prompt": "a"}, **planned)
+    assert plan.at_first_call and plan.settings.offload == "layer"
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.isfinite(torch.as_tensor(tiny.run(pipe, size=SIZE))).all()
+    made = attachments(pipe)[-1].plan
+    assert made.fits and [stage.name for stage in made.stages] == ["text", "denoise", "decode"]
+    assert len(calls.limits) >= 4 and max(calls.limits) <= left + BUDGET - CONTEXT + 32 * MIB  # embeddings, latents
+    assert torch.cuda.max_memory_reserved() - left <= BUDGET - CONTEXT + 32 * MIB and fraction() == 1.0
+
+
 def test_what_no_plan_counts_is_added_and_is_gone_with_its_tensors(
     gpu: Any, pipe: Any, planned: dict[str, Any]
 ) -> None:
