@@ -78,6 +78,7 @@ class NodeRequest:
             encodes=encodes,
             frames=frames,
             device=device,
+            fills=bool(self.budget),
         )
         return plan_for_host(anatomy, request, self.settings)
 

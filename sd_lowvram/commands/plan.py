@@ -179,7 +179,7 @@ def _make_answer(asked: dict[str, Any], budgets: Mapping[str, int], settings: Se
     if not asked["max_size"] and not asked["pipeline"] and "vram" in budgets:
         config = configuration(asked["model"])
         check_floor(config, asked["width"], asked["height"], asked["batch"], budgets["vram"])
-    asked = {**asked, **budgets}
+    asked = {**asked, "fills": asked["vram"] is not None, **budgets}
 
     from .show import Bars
 
@@ -244,7 +244,7 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
         anatomy = anatomy_for_call(pipe, None, run, asked["guidance"], None)
     else:
         anatomy = meta_anatomy(asked["model"], dtype_on(device))
-    named = ("gpu", "vram", "ram", "width", "height", "batch", "steps", "pictures")
+    named = ("gpu", "vram", "ram", "width", "height", "batch", "steps", "pictures", "fills")
     passes = None if asked["guidance"] else 1
     if not asked["guidance"]:
         anatomy = dataclasses.replace(anatomy, calls=1)

@@ -46,7 +46,7 @@ def request_by(name: str | None, anatomy: Anatomy, *, gpu: str | None = None, **
         )
     options |= {"rates": rates, "device": "cuda"}
     if options.get("vram") is None:
-        options["vram"] = rates.vram_bytes
+        options |= {"vram": rates.vram_bytes, "fills": False}
     return request_for(anatomy, **options)
 
 

@@ -181,13 +181,16 @@ def _has_room(plan: Plan, short: Shortage) -> bool:
 
 
 def _less(plan: Plan, short: Shortage) -> Request:
-    """The request for less than ``plan`` takes where memory ran out, and for no more than there is."""
+    """The request for less than ``plan`` takes where memory ran out, and for no more than there is.
+
+    Its budget is not filled: a plan just below the one that failed may fail too.
+    """
     if _is_host_short(plan, short):
         least = max(stage.least_host_bytes for stage in plan.stages)
         ram = least if least < plan.predicted.host_bytes else least - 1  # first without the RAM that only saves time
-        return dataclasses.replace(plan.request, ram=max(1, ram))
+        return dataclasses.replace(plan.request, ram=max(1, ram), fills=False)
     vram = min(_needed_bytes(plan, short) - 1, _device_bytes(plan))
-    return dataclasses.replace(plan.request, vram=max(1, int(vram)))
+    return dataclasses.replace(plan.request, vram=max(1, int(vram)), fills=False)
 
 
 def _needed_bytes(plan: Plan, short: Shortage) -> int:

@@ -256,7 +256,7 @@ class Plan:
         asked = dataclasses.replace(self.request, rehearsal=None)
         request = {**dataclasses.asdict(asked), "device": str(self.request.device)}
         request["guidance"] = self.request.passes * self.request.calls > 1
-        del request["pace"], request["rehearsal"]
+        del request["pace"], request["rehearsal"], request["fills"]
         unknown = _TOTALS if self.at_first_call else ()
         return plain | {
             "settings": self.settings.as_dict(),

@@ -43,6 +43,7 @@ class Request:
         disk: bytes a second of the disk under the weights' files; None: measured here if it is needed.
         pace: of the program that runs it.
         rehearsal: the calls of the pipeline, if its own call was rehearsed.
+        fills: True if spare bytes of ``vram`` hold streamed weights: the user stated this budget.
     """
 
     width: int
@@ -61,6 +62,7 @@ class Request:
     disk: float | None = None
     pace: Pace = OURS
     rehearsal: Rehearsal | None = field(default=None, repr=False)
+    fills: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -120,6 +122,7 @@ class RunOptions(TypedDict, total=False):
         rates: None: those of this machine.
         disk: bytes a second of the disk under the weights' files; None: measured on this machine.
         pace: of the program that runs it; that of this one.
+        fills: False if ``vram`` was not stated by the user; by default the budget is filled if ``vram`` is given.
     """
 
     vram: int | None
@@ -136,6 +139,7 @@ class RunOptions(TypedDict, total=False):
     rates: Rates | None
     disk: float | None
     pace: Pace
+    fills: bool
 
 
 def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
@@ -181,6 +185,7 @@ def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
         frames=options.get("frames", 1),
         disk=options.get("disk"),
         pace=options.get("pace", OURS),
+        fills=where.type != "cpu" and options.get("fills", options.get("vram") is not None),
     )
 
 

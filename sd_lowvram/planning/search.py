@@ -8,8 +8,9 @@ The search begins, for every way to place the weights, with the fastest option o
 fit, each stage that does not fit takes its next option. Candidates are compared in the order of their times. A stage
 with streamed weights is first priced by a sum: its activations, traced with all weights on the device, plus the buffer
 of the weights. The first candidate that fits by such sums is traced whole, with its weights streamed. If this candidate
-still fits, it is the plan. Options are traced only when they are reached. Late offers of hooks are tried last, and only
-if some run that does not fit would be much faster than the best that fits.
+still fits, it is the plan. Before that trace, its buffer grows to fill a budget that the user stated. Options are
+traced only when they are reached. Late offers of hooks are tried last, and only if some run that does not fit would be
+much faster than the best that fits.
 
 Peaks come from tracing the real modules with the real hooks on fake tensors (:mod:`stage_costs`), times from counted
 work over the device's rates (:mod:`sd_lowvram.devices.performance`).
@@ -20,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -148,6 +150,7 @@ class PlanSearch:
         late = select_kind(self._offers, OfferKind.LATE)
         self._late_offers = [offer for offer in late if left_open(offer.knobs, settings) == offer.knobs]
         self._beyond_as_whole: list[Candidate] = []
+        self._unfilled: dict[Settings, Settings] = {}
 
     # The fastest
 
@@ -169,18 +172,72 @@ class PlanSearch:
         Each way yields candidates from the fastest on. Times are rounded to 9 digits: float sums depend on order, and
         ties must stay ties.
         """
-        for run in heapq.merge(*ways, key=lambda run: float(f"{run.seconds:.9g}")):
+        for run in heapq.merge(*ways, key=lambda run: _digits(run.seconds)):
             if best is not None and run.seconds >= _WORTH_A_TRACE * best.seconds:
                 break
             if not self._fits(run):
                 self._rejected.append(run)
                 continue
-            whole = self.pricing.confirm(run, math.inf if best is None else best.seconds)
-            if not self._fits(whole):
-                self._beyond_as_whole.append(whole)
-            elif best is None or whole.seconds < best.seconds:
+            whole = self._whole(run, math.inf if best is None else best.seconds)
+            if whole is not None and (best is None or whole.seconds < best.seconds):
                 best = whole
         return best
+
+    def _whole(self, run: Candidate, most_seconds: float) -> Candidate | None:
+        """Trace ``run`` whole, first with its buffer filled; return the first that fits, None if none does.
+
+        If a filled run does not fit, the next buffer is smaller by what the whole trace found besides.
+        """
+        besides = 0
+        for tries in range(_TRIES + 1):
+            candidate = self._filled(run, besides) if tries < _TRIES else run
+            whole = self.pricing.confirm(candidate, most_seconds)
+            if self._fits(whole):
+                return whole
+            self._beyond_as_whole.append(whole)
+            if candidate is run:
+                break
+            besides += self._step_bytes(whole) - self._step_bytes(candidate)
+        return None
+
+    def _filled(self, run: Candidate, besides: int) -> Candidate:
+        """Return ``run`` with the largest buffer for streamed weights that a stated budget holds; ``run`` itself if it
+        is faster.
+
+        Of equally fast runs, the one with the larger buffer copies less. One that reads less from disk may be a little
+        slower. Sizes are multiples of 64 MiB, and the budget is asked for each: the plan is valid for an interval of
+        budgets.
+
+        Args:
+            run: fits by its sums.
+            besides: bytes that a whole trace has found beside the sums.
+        """
+        name = next((name for name in self._filled_knobs if getattr(run.base, name) is not None), "")
+        if not name or self._denoiser is None:
+            return run
+        size, most = getattr(run.base, name), self.pricing.costs.weights(self._denoiser, run.base).bytes // MIB
+        beside = self._step_bytes(run) + besides + run.overhead_bytes - size * MIB
+        larger = range(size - size % _FILLED_MIB + _FILLED_MIB, most + 1, _FILLED_MIB)
+        held = list(itertools.takewhile(lambda size: self.vram.holds(beside + size * MIB), larger))
+        for base in (dataclasses.replace(run.base, **{name: size}) for size in held[: -1 - _TRIES : -1]):
+            filled = self.pricing.whole(base, self._options(base, [_choice(run, group) for group in self._groups]))
+            if _digits(filled.seconds) > _digits(run.seconds) * (_FROM_DISK if _read(filled) < _read(run) else 1):
+                break
+            if self._fits(filled):
+                self._unfilled[base] = run.base
+                return filled
+        return run
+
+    def _step_bytes(self, run: Candidate) -> int:
+        """The most bytes that a stage of each step reserves."""
+        stages = zip(self._stages, run.stages, strict=True)
+        return max(priced.reserved_bytes for stage, priced in stages if stage.repeats)
+
+    @functools.cached_property
+    def _filled_knobs(self) -> set[str]:
+        """Knobs with sizes of buffers that the search may enlarge to fill the budget."""
+        offers = select_kind(self._offers, OfferKind.WEIGHTS) if self.request.fills else []
+        return {offer.mib_knob for offer in offers if offer.mib_knob and getattr(self._fixed, offer.mib_knob) is None}
 
     def _late(self, offer: Offer, best: Candidate) -> Iterator[Candidate]:
         """Yield ``best`` with a late offer, if a run that does not fit would be much faster than ``best``."""
@@ -410,17 +467,32 @@ class PlanSearch:
 
     def explain_stages(self, best: Candidate) -> Iterator[StagePlan]:
         """Yield the stages of ``best``, each with the reason why it is not faster."""
+        stages = {(stage.name, stage.component): stage for stage in self._stages}
+        # With a filled buffer, only the chosen options were priced: price the others with it too.
+        for other in self.pricing.priced_stages(self._unfilled.get(best.base, best.base)):
+            settings, stage = best.base.filled(**other.choice), stages[other.name, other.component]
+            self.pricing.stage(settings, stage, other.choice, best.base)
         priced = self.pricing.priced_stages(best.base)
-        for stage in best.stages:
+        for planned in best.stages:
             others = [
                 other_stage
                 for other_stage in priced
-                if (other_stage.name, other_stage.component) == (stage.name, stage.component)
+                if (other_stage.name, other_stage.component) == (planned.name, planned.component)
             ]
             record = self.request.rehearsal
-            waits = record is not None and record.waits_for(stage.component, stage.name)
-            why = "" if waits else rejection_reason(stage, others, self.request, self.largest)
-            yield dataclasses.replace(stage, why=why, at_first_call=waits)
+            waits = record is not None and record.waits_for(planned.component, planned.name)
+            why = "" if waits else rejection_reason(planned, others, self.request, self.largest)
+            yield dataclasses.replace(planned, why=why, at_first_call=waits)
+
+
+def _digits(seconds: float) -> float:
+    """``seconds`` with 9 digits, so that sums in another order are equal."""
+    return float(f"{seconds:.9g}")
+
+
+def _read(run: Candidate) -> int:
+    """Bytes that ``run`` reads from disk in each step."""
+    return sum(stage.disk_bytes for stage in run.stages)
 
 
 def _choice(run: Candidate, group: Group) -> Choice:
@@ -437,6 +509,15 @@ _WORTH_MORE_TRACES = 0.95
 
 _NEARLY = 0.8
 """A stage with this fraction of the highest peak may turn out to be the highest when it is traced whole."""
+
+_FILLED_MIB = 64
+"""Step in which a buffer grows to fill a stated budget."""
+
+_TRIES = 2
+"""Sizes that are tried, from the largest on, if what a stage reserves is more than the sum with its buffer."""
+
+_FROM_DISK = 1.01
+"""Seconds of a run that reads less from disk, relative to another, up to which it is as good as the other."""
 
 _SHARES = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Buffer sizes to try for streamed blocks, in sixteenths of the denoiser's weights."""

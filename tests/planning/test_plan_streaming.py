@@ -23,6 +23,7 @@ from sd_lowvram.devices.performance import THIS, Rates, profile
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.memory import pinned
 from sd_lowvram.models import anatomy_of_components
+from sd_lowvram.planning import search
 from sd_lowvram.planning.cost_model import Pricing
 from sd_lowvram.planning.host_resident import read_bytes
 from sd_lowvram.planning.plan import Candidate, Request
@@ -453,3 +454,43 @@ def test_weight_and_bias_come_in_one_copy(
         # Attached by hand, host memory lies in the order of the definition, of which the first run has shown another: a
         # block of several small layers comes in one copy where these are neighbours there, too.
         assert len(copies) <= 1.3 * len(layout.streamed) < len([*layout.streamed_tensors()]) / 2
+
+
+def test_a_stated_budget_is_filled(anatomy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a slow bus, so that weights that stay always make a step faster."""
+    step, slow = 4, dataclasses.replace(RATES, copy_bandwidth=2e8, launch_seconds=0.0)
+    monkeypatch.setattr(search, "_FILLED_MIB", step)
+    monkeypatch.setattr(search, "_SHARES", (1, 4, 16))
+    least, most = (planned(anatomy, Settings(offload=way)).stages[0].reserved_bytes for way in ("layer", "component"))
+    overhead = planned(anatomy, Settings()).predicted.overhead_bytes
+    budgets = [overhead + least + (most - least) * part // 8 for part in range(3, 8)]
+    asked = [dataclasses.replace(request(budget), rates=slow) for budget in budgets]
+    as_is = [make_plan(anatomy, one, Settings()) for one in asked]
+    filled = [make_plan(anatomy, dataclasses.replace(one, fills=True), Settings()) for one in asked]
+    needed = [one.predicted.reserved_bytes + overhead for one in filled]
+    assert all(one.settings.offload == "blocks" for one in filled)
+    assert all(less.predicted.seconds >= more.predicted.seconds for less, more in itertools.pairwise(filled))
+    assert all(one.predicted.seconds <= other.predicted.seconds for one, other in zip(filled, as_is, strict=True))
+    assert any(one.predicted.seconds < 0.97 * other.predicted.seconds for one, other in zip(filled, as_is, strict=True))
+    layer = max(tensor.nbytes for tensor in anatomy.components["unet"].parameters())
+    assert all(0 <= budget - held < step * MIB + layer for budget, held in zip(budgets, needed, strict=True))
+    fixed = make_plan(anatomy, dataclasses.replace(asked[-1], fills=True), Settings(offload="blocks", weights_mib=16))
+    assert fixed.settings.weights_mib == 16
+
+
+def test_a_filled_plan_is_that_of_all_budgets_of_its_interval(anatomy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_FILLED_MIB", 16)
+    monkeypatch.setattr(search, "_SHARES", (1, 16))
+    slow = dataclasses.replace(RATES, copy_bandwidth=2e8, launch_seconds=0.0)
+    budget = planned(anatomy, Settings(offload="component")).predicted.reserved_bytes * 3 // 4
+
+    def at(vram: float) -> Any:
+        return make_plan(anatomy, dataclasses.replace(request(int(vram)), rates=slow, fills=True), Settings())
+
+    overhead = planned(anatomy, Settings()).predicted.overhead_bytes
+    plan = at(budget + overhead)
+    least, most = plan.alike["vram"]
+    assert plan.settings.weights_mib is not None and plan.settings.weights_mib % 16 == 0
+    assert least < most - 10 * MIB and at(most).settings == at(most - 10 * MIB).settings == plan.settings
+    assert at(least).settings == plan.settings != at(least - 1).settings
+    assert at(most + 1).settings != plan.settings
