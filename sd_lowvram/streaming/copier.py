@@ -8,9 +8,10 @@ a CPU copies are made immediately, and there are no events.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,19 @@ class Moment(NamedTuple):
     number: int
 
 
+class _Swapped:
+    """A block in which another stream of the current device is the current one; entered in a third of torch's time."""
+
+    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
+        self._stream, self._before = stream, before
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._before)
+
+
 class Copier:
     """Copies what ``host_weights`` hold to one device."""
 
@@ -49,10 +63,17 @@ class Copier:
         self._marks = 0
         self._read: list[tuple[Future[torch.cuda.Event], list[Copy]]] = []
 
-    def copy(self, copies: Iterable[Copy], after: Iterable[Moment | None]) -> Copied | None:
+    def copy(
+        self, copies: Iterable[Copy], after: Iterable[Moment | None], ended: torch.cuda.Event | None = None
+    ) -> Copied | None:
         """Copy as soon as all that is in ``after`` has happened.
 
         What passes the ring is read by a thread of its own, and so is all that is asked for meanwhile, in order.
+
+        Args:
+            copies: the copies.
+            after: moments of the compute stream.
+            ended: an event to record again; nothing that is still to come may wait for what it stands for.
 
         Returns:
             The end of the copies; None on a CPU.
@@ -68,35 +89,57 @@ class Copier:
             copied = self._host_weights.reader().submit(self._ask, self._stream, copies, events)
             self._read.append((copied, copies))
             return copied
-        return self._ask(self._stream, copies, events)
+        return self._ask(self._stream, copies, events, ended)
 
     def _ask(
-        self, stream: torch.cuda.Stream, copies: list[Copy], after: Iterable[torch.cuda.Event]
+        self,
+        stream: torch.cuda.Stream,
+        copies: list[Copy],
+        after: Iterable[torch.cuda.Event],
+        ended: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
         """Empties ``copies``: the thread keeps the list for a while, and would keep what they go to."""
         for event in after:
             stream.wait_event(event)
-        with torch.cuda.stream(stream):
+        with self._entered(stream):
             while copies:
                 self._host_weights.copy_to(*copies.pop(0))
-        ended: torch.cuda.Event = stream.record_event()
-        return ended
+        event: torch.cuda.Event = stream.record_event(ended)
+        return event
 
-    def mark(self) -> Moment | None:
-        """The moment at which what was asked of the compute stream up to now is done; None on a CPU."""
+    def _entered(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+        """A block in which ``stream`` is the current one."""
+        home = self._home
+        if home is None or not self.is_home_stream or torch.cuda.current_device() != home.device_index:
+            return torch.cuda.stream(stream)
+        return _Swapped(stream, home)
+
+    def mark(self, moment: Moment | None = None) -> Moment | None:
+        """The moment at which what was asked of the compute stream up to now is done; None on a CPU.
+
+        Args:
+            moment: one that is no longer needed, whose event is recorded again.
+        """
         if self._home is None:
             return None
         if not self.is_home_stream:
             return Moment(torch.cuda.current_stream(self._device).record_event(), 0)
         self._marks += 1
-        return Moment(self._home.record_event(), self._marks)
+        again = moment.event if moment is not None and moment.number else None
+        return Moment(self._home.record_event(again), self._marks)
 
-    def wait(self, copied: Copied | None) -> None:
-        """Make the compute stream wait for ``copied``; re-raise what reading the file raised."""
+    def wait(self, copied: Copied | None) -> bool:
+        """Make the compute stream wait for ``copied``; re-raise what reading the file raised.
+
+        Returns:
+            True if the stream that owns the memory waits, so that nothing else on it has to.
+        """
         if copied is None or self._home is None:
-            return
-        stream = self._home if self.is_home_stream else torch.cuda.current_stream(self._device)
+            return True
+        home = self.is_home_stream
+        stream = self._home if home else torch.cuda.current_stream(self._device)
         stream.wait_event(copied.result() if isinstance(copied, Future) else copied)
+        return home
 
     @property
     def is_home_stream(self) -> bool:
@@ -117,6 +160,12 @@ class Copier:
 
 def _last(moments: Iterable[Moment | None]) -> list[torch.cuda.Event]:
     """The events that imply all ``moments``."""
-    known = [moment for moment in moments if moment is not None]
-    last = max((moment.number for moment in known), default=0)
-    return [moment.event for moment in known if moment.number in (0, last)]
+    last, events = None, []
+    for moment in moments:
+        if moment is None:
+            continue
+        if not moment.number:
+            events.append(moment.event)
+        elif last is None or moment.number > last.number:
+            last = moment
+    return events if last is None else [*events, last.event]

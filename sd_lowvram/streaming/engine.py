@@ -21,19 +21,15 @@ Fidelity: ``bitwise``, but ``rounding`` for layers that are split by rows.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
-import math
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import LowVRAMError
 from ..memory.accounts import actual_device, weights_account
 from ..memory.fake_mode import active_fake_mode
 from ..memory.segments import release_segments
@@ -41,12 +37,12 @@ from ..memory.threads import place_of, turn
 from ..patches import Patch, set_patch, take_off, wrap
 from ..weights import needs_graph, ordinary_mode
 from . import weight_scopes as lending
-from .copier import Copied, Copier, Moment
+from .buffer import BlockState, DeviceBuffer
 from .device_io import look_up, refuse_unseen, run_at
 from .followed import exchange_weights
 from .host_weights import HostWeights
-from .layers import Layer, contents, layers_of, signature, version
-from .layout import STAYING, ResidencyPolicy, lay_down
+from .layers import Layer, all_modules, contents, layers_of, signature
+from .layout import DeviceLayout, ResidencyPolicy, lay_down
 from .split_rows import run_in_parts
 
 
@@ -95,26 +91,17 @@ class Stream:
         self._later: dict[tuple[int, str], Patch] = {}  # the same for layers that a host has added since
         self._taken_off: set[tuple[int, str]] = set()  # keys of _patches that are off: a LoRA wraps their layers
         self._orders: dict[str, list[str]] = {}  # model -> names of its layers in the order in which a run called them
+        self._modules: list[nn.Module] = []  # of the models at the last survey
         self._known: list[Any] | None = None  # signature of the models at the last survey; None: survey again
         self._tensors: list[Tensor] = []  # weights of all layers, each once, streamed ones first
         self._contents: list[Any] = []  # their storages and versions at that survey; empty: written to since
-        self._roles: dict[int, tuple[int, ...] | None] = {}  # id(module) -> its blocks; None: a table, read on the host
-        self._layout = lay_down((), policy, {})  # the blocks, their schedule and the buffer on the device
-        self._copier = Copier(self._host_weights, torch.device("cpu"))
+        self._roles: dict[int, tuple[BlockState, ...] | None] = {}  # id(module) -> blocks; None: a table
+        self._looked_at: set[str] = set()  # names of layers whose order was looked at after a run
+        self._buffer = self._buffer_of(lay_down((), policy, {}))
         self._thread: int | None = None  # the thread that runs the models now
         self._followed = False  # autograd follows the run: layers get copies, and the ring is not used
         self._layers: dict[int, Layer] = {}  # id(module) -> layer
         self._called: dict[str, None] = {}  # names of the layers called in this run, in order
-        self._last: int | None = None  # the block entered last
-        self._room_taken: Moment | None = None  # recorded when the buffer was allocated
-        self._there: set[int] = set()  # blocks whose copy to the device was issued
-        self._lent: dict[int, list[int]] = {}  # lent block -> versions that its tensors had when they were lent
-        self._passing: set[int] = set()  # streamed blocks that were lent and have not left yet
-        self._busy: defaultdict[int, int] = defaultdict(int)  # block -> layers of it that are running
-        self._held: defaultdict[int, int] = defaultdict(int)  # block -> number of `repeated_calls` that need it
-        self._barred: tuple[int, int] | None = None  # the next block to fetch, and the block that is in its way
-        self._copied: dict[int, Copied | None] = {}  # block -> event after its copy
-        self._used: dict[int, Moment | None] = {}  # block -> moment after its last use
 
     # Attaching
 
@@ -158,6 +145,16 @@ class Stream:
         """Bytes of weights on the device now."""
         return self._layout.bytes if self._layout.open else 0
 
+    @property
+    def _layout(self) -> DeviceLayout:
+        return self._buffer.layout
+
+    def _buffer_of(self, layout: DeviceLayout) -> DeviceBuffer:
+        return DeviceBuffer(layout, self._host_weights, self._repeats, self._note_write)
+
+    def _note_write(self) -> None:
+        self._contents = []
+
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the models; a call from another thread waits until this one has ended."""
         if self._runs_here():
@@ -185,21 +182,21 @@ class Stream:
             return self.run(functools.partial(self._run_layer, module, original), *args, **kwargs)
         if id(module) not in self._roles:
             return original(*args, **kwargs)
-        numbers = self._roles[id(module)]
-        if numbers is None:
+        blocks = self._roles[id(module)]
+        if blocks is None:
             return look_up(self._device, original, *args, **kwargs)
         if self._followed:
             return self._run_followed(module, original, *args, **kwargs)
-        self._called.setdefault(self._layers[id(module)].name)
-        if len(numbers) > 1:
-            return self._run_in_parts(module, numbers, original, *args, **kwargs)
-        for number in numbers:
-            self._enter(number)
+        self._called[self._layers[id(module)].name] = None
+        if len(blocks) > 1:
+            return self._run_in_parts(module, blocks, original, *args, **kwargs)
+        for block in blocks:
+            self._buffer.enter(block)
         try:
             return original(*args, **kwargs)
         finally:
-            for number in numbers:
-                self._busy[number] -= 1
+            for block in blocks:
+                self._buffer.leave(block)
 
     def _run_followed(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         device = actual_device(self._device)
@@ -209,22 +206,22 @@ class Stream:
         with exchange_weights(module, away, functools.partial(_copy_with_grad, device=device)):
             return original(*args, **kwargs)
 
-    def _run_in_parts(self, module: nn.Module, numbers: tuple[int, ...], original: Any, *inputs: Any) -> Tensor:
-        rows = [(number, self._layout.blocks[number].rows or (0, 0)) for number in numbers]
-        parts = [(span, self._part(number, span)) for number, span in rows]
+    def _run_in_parts(self, module: nn.Module, blocks: tuple[BlockState, ...], original: Any, *inputs: Any) -> Tensor:
+        rows = [(block, self._layout.blocks[block.number].rows or (0, 0)) for block in blocks]
+        parts = [(span, self._part(block, span)) for block, span in rows]
         return run_in_parts(module, parts, original, *inputs)
 
     @contextlib.contextmanager
-    def _part(self, number: int, rows: tuple[int, int]) -> Iterator[None]:
+    def _part(self, block: BlockState, rows: tuple[int, int]) -> Iterator[None]:
         """Lend one part of a split layer within a ``with`` block; hooks that widen weights widen each part alone."""
-        self._enter(number)
-        self._lend(number)
+        self._buffer.enter(block)
         try:
             with lending.lend_per_call(rows):
                 yield
         finally:
-            self._busy[number] -= 1
-            self._take_back(number)
+            self._buffer.leave(block)
+            with ordinary_mode():
+                self._buffer.take_back(block)
 
     def _begin(self) -> None:
         self._turns.take(self)
@@ -232,29 +229,16 @@ class Stream:
         if self._followed:
             self.evict()
             return
-        if self._layout.open and not self._copier.is_home_stream:
-            self.evict()  # the allocator ties memory to the compute stream on which it was allocated
-        if not self._layout.open:
-            self._layout.take_room(self._device)
-            self._copier = Copier(self._host_weights, torch.device("cpu") if self._is_fake() else self._device)
-            self._room_taken = self._copier.mark()
-        if STAYING not in self._there:
-            self._fetch(STAYING)
-        self._lend(STAYING)
+        self._buffer.begin(self._device, self._is_fake())
         self._called = {}
 
     def _end(self) -> None:
         if self._followed:
             return
-        for number in list(self._lent):
-            self._take_back(number)
-        for number in list(self._passing):
-            self._leave(number)
-        self._last = None
         if self._learn():
             self.evict()
-        elif self._repeats:
-            self._prefetch(len(self._layout.blocks))
+        else:
+            self._buffer.end()
 
     def _abandon(self) -> None:
         """Return every weight to host memory after an error, and free the device."""
@@ -263,153 +247,24 @@ class Stream:
 
     def evict(self) -> None:
         """Free all device memory of the stream as soon as its copies are done."""
-        for number in list(self._lent):
-            self._take_back(number)
-        self._copier.drain()
-        self._layout.give_room_back()
-        for table in (self._there, self._lent, self._passing, self._busy, self._held, self._copied, self._used):
-            table.clear()
-        self._last = self._room_taken = self._barred = None
-
-    # Fetching and evicting blocks
-
-    def _enter(self, number: int) -> None:
-        """Note that a layer of a block runs, and bring the block to the device."""
-        self._busy[number] += 1
-        if lending.release_after_repeats(self, number, self._release):
-            self._held[number] += 1
-        if self._last == number and number in self._lent:
-            return
-        with ordinary_mode():
-            self._bring(number)
-
-    def _bring(self, number: int) -> None:
-        """Bring a block to the device, take back the blocks that are no longer in use, and fetch ahead."""
-        self._last = number
-        for other in [block for block in self._passing if block != number and not self._is_needed(block)]:
-            self._leave(other)
-        if number not in self._there:
-            self._make_room(number)
-            self._fetch(number)
-        if number not in self._lent:
-            self._lend(number)
-        self._prefetch(number)
-
-    def _release(self, number: int) -> None:
-        self._held[number] -= 1
-
-    def _is_needed(self, number: int) -> bool:
-        """True if a layer of the block runs, or will be called again immediately."""
-        return self._busy[number] > 0 or self._held[number] > 0
-
-    def _make_room(self, number: int) -> None:
-        """Drop streamed blocks that an unexpected order left on the device, if the ring follows the activations."""
-        if not self._layout.rooms or number == STAYING:
-            return
-        for other in [block for block in self._layout.streamed if block in self._there and self._busy[block] == 0]:
-            if self._layout.ring_bytes + self._layout.blocks[number].bytes > self._layout.rooms[number]:
-                self._leave(other)
-
-    def _leave(self, number: int) -> None:
-        """Take back a block that was used, and free its memory if the ring follows the activations."""
-        self._take_back(number)
-        self._passing.discard(number)
-        if self._layout.rooms and number in self._there:
-            self._copier.wait(self._copied.pop(number, None))  # the block may be fetched but never used
-            self._there.discard(number)
-            self._layout.drop(number)
-
-    def _fetch(self, number: int) -> None:
-        after = [self._room_taken]
-        if self._layout.rooms and number in self._layout.overlapping:
-            self._layout.take(number, self._device)
-            after = [self._copier.mark()]  # kernels launched earlier may still read this memory
-        for other in self._layout.overlapping.get(number, ()):
-            if other in self._there:
-                if self._busy[other] > 0:
-                    raise LowVRAMError(
-                        f"{self._layout.blocks[number].name} runs inside {self._layout.blocks[other].name}, and the "
-                        "budget cannot hold both: give more weights_mib"
-                    )
-                self._take_back(other)
-                self._there.discard(other)
-            after.append(self._used.get(other))
-        self._copied[number] = self._copier.copy(self._layout.copies(number), after)
-        self._there.add(number)
-
-    def _prefetch(self, position: int) -> None:
-        """Fetch the blocks after ``position`` while they fit.
-
-        Args:
-            position: number of the block that runs; after a step, the count of blocks, so that the first one is next.
-        """
-        if self._barred is not None and self._bars(*self._barred, position):
-            return
-        rooms = self._layout.rooms
-        capacity = rooms[position % len(rooms)] if rooms else math.inf
-        candidates = self._layout.streamed
-        if not self._there.issuperset(self._layout.residents):
-            candidates = list(range(len(self._layout.blocks)))
-        first = bisect.bisect_right(candidates, position)
-        for number in (*candidates[first:], *(candidates[:first] if self._repeats else ())):
-            if number in self._there or number == position:
-                continue
-            if self._layout.ring_bytes + self._layout.blocks[number].bytes > capacity:
-                return
-            for other in self._layout.overlapping.get(number, ()):
-                if self._bars(number, other, position):
-                    self._barred = number, other
-                    return
-            self._fetch(number)
-        self._barred = None
-
-    def _bars(self, number: int, other: int, position: int) -> bool:
-        """True if block ``other``, in bytes that block ``number`` needs, is used before ``number``."""
-        if other not in self._there or number in self._there:
-            return False
-        steps = len(self._layout.blocks) + 1
-        return self._is_needed(other) or (other - position) % steps < (number - position) % steps
-
-    def _lend(self, number: int) -> None:
-        self._copier.wait(self._copied.get(number))
-        versions: list[int] = []
-        self._lent[number] = versions
-        if number in self._layout.overlapping:
-            self._passing.add(number)
-        with ordinary_mode():
-            for place in self._layout.places[number]:
-                place.tensor.data = place.view
-                versions.append(version(place.tensor))
-
-    def _take_back(self, number: int) -> None:
-        """Point the weights of a block at host memory again, and copy back what was written on the device."""
-        versions = self._lent.pop(number, None)
-        if versions is None:
-            return
-        places = self._layout.places[number]
-        lending.give_back(place.tensor for place in places)
-        with ordinary_mode():
-            for place, before in zip(places, versions, strict=False):
-                if version(place.tensor) != before:
-                    place.source.copy_(place.tensor.data)
-                    self._contents = []
-                place.tensor.data = place.host
-        self._used[number] = self._copier.mark()
+        self._buffer.evict()
 
     # Looking at the models
 
     def _survey(self) -> None:
         """Look at the models again: hosts add layers, merge LoRAs, move and convert weights between runs."""
-        facts = [fact for component in self._components.values() for fact in signature(component)]
+        facts = signature(self._modules)
         if facts == self._known and (not self._contents or contents(self._tensors) == self._contents):
             if not self._contents:  # the weights were written to on the device, and have been copied back since
                 self._contents = contents(self._tensors)
             return
         self.evict()
         self._known = None  # after an error from here on, the next run surveys again
+        self._modules = all_modules(self._components.values())
+        facts = signature(self._modules)
         layers = layers_of(self._components)
-        self._layout = lay_down(layers, self._policy, self._orders)
-        self._roles = self._layout.roles()
+        self._buffer = self._buffer_of(lay_down(layers, self._policy, self._orders))
+        self._roles, self._looked_at = self._buffer.roles(), set()
         self._layers = {id(layer.module): layer for layer in self._layout.layers()}
         self._follow(layers)
         apart = not self._host_weights.can_pin(tensor for layer in layers for tensor in layer.tensors)
@@ -437,8 +292,9 @@ class Stream:
 
     def _learn(self) -> bool:
         """Store the order in which a first run called the layers; return True if it is new."""
-        if self._is_fake() or self._policy.kind == "whole":
+        if self._is_fake() or self._policy.kind == "whole" or self._called.keys() <= self._looked_at:
             return False
+        self._looked_at |= self._called.keys()
         news = False
         streamed = dict.fromkeys(layer.name for block in self._layout.blocks for layer in block.layers)
         orders: dict[str, list[str]] = {}

@@ -7,7 +7,8 @@ such a wrapper may look at the weights of what it wraps. Nothing is read here bu
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,33 +142,28 @@ def _refuse_foreign(layer: Layer, tensor: Tensor) -> None:
     )
 
 
-def signature(component: nn.Module) -> list[Any]:
-    """Modules, tensors, and adapters merged into them: a cheap key for "nothing changed since the last run"."""
-    facts: list[Any] = []
-    waiting = [component]
-    while waiting:
-        module = waiting.pop()
-        facts.append(id(module))
-        held = module.__dict__
-        for tensors in (held["_parameters"], held["_buffers"]):
-            for tensor in tensors.values():
-                if tensor is not None:
-                    facts.append(id(tensor))
-        if "merged_adapters" in held:
-            facts.append(tuple(held["merged_adapters"]))
-        if held.get("_compiled_call_impl") is not None:
-            facts.append("compiled")
-        for child in held["_modules"].values():
-            if child is not None:
-                waiting.append(child)
-    return facts
+def all_modules(components: Iterable[nn.Module]) -> list[nn.Module]:
+    """Modules of ``components``, for :func:`signature`."""
+    return [module for component in components for module in component.modules()]
+
+
+def signature(modules: Iterable[nn.Module]) -> list[Any]:
+    """Tensors and children of ``modules``, what was merged into them and whether they are compiled: a cheap key for
+    "nothing changed since the last run"."""
+    held = [module.__dict__ for module in modules]
+    tables = (inside[name].values() for inside in held for name in ("_parameters", "_buffers", "_modules"))
+    return [
+        list(map(id, itertools.chain.from_iterable(tables))),
+        [tuple(inside.get("merged_adapters", ())) for inside in held],
+        [inside.get("_compiled_call_impl") is None for inside in held],
+    ]
 
 
 def contents(tensors: list[Tensor]) -> list[Any]:
     """Addresses and version counters of tensors, to notice that they were written to."""
     if tensors and isinstance(tensors[0], FakeTensor):
         return [(storage_key(tensor), tensor.dtype, version(tensor)) for tensor in tensors]
-    return [(tensor.data_ptr(), tensor.dtype, version(tensor)) for tensor in tensors]
+    return [list(map(Tensor.data_ptr, tensors)), [tensor.dtype for tensor in tensors], list(map(version, tensors))]
 
 
 def version(tensor: Tensor) -> int:

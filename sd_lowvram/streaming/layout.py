@@ -82,7 +82,6 @@ class DeviceLayout:
         bytes: the most that is on the device while the buffer exists.
         residents: numbers of the blocks that stay; ``streamed``: of those that pass through the ring, sorted.
         rooms: ring sizes of the schedule. If there are any, a block has an allocation of its own, fetch to end of use.
-        ring_bytes: bytes of the streamed blocks that are on the device now.
         places: slots by number of the block, while the buffer exists.
     """
 
@@ -98,7 +97,6 @@ class DeviceLayout:
         self.residents = schedule.resident
         self.streamed = sorted(fetch.unit for fetch in schedule.fetches)
         self.rooms = schedule.rooms
-        self.ring_bytes = 0
         self.places: dict[int, list[WeightSlot]] = {}
         self._copies: dict[int, list[Copy]] = {}
         self._waiting: dict[int, list[_HostWeight]] = {}
@@ -181,19 +179,15 @@ class DeviceLayout:
             number: number of the block.
             device: where to allocate it.
         """
-        size = self.blocks[number].bytes
-        self._lay(number, Pool(size, device), self._waiting[number], 0)
-        self.ring_bytes += size
+        self._lay(number, Pool(self.blocks[number].bytes, device), self._waiting[number], 0)
 
     def drop(self, number: int) -> None:
         """Free the allocation of :meth:`take`."""
         del self.places[number], self._copies[number]
-        self.ring_bytes -= self.blocks[number].bytes
 
     def give_room_back(self) -> None:
         """Free the buffer and all views."""
         self.places, self._copies, self._waiting = {}, {}, {}
-        self.ring_bytes = 0
 
     def hand_back(self) -> None:
         """Point every weight at its host memory."""

@@ -19,6 +19,7 @@ from sd_lowvram import Settings, attached
 from sd_lowvram.memory import Parked, fetch, host_offload, park, pinned, send
 from sd_lowvram.memory.pinned_buffers import PINNED_BUFFERS, PinnedBuffers
 from sd_lowvram.streaming import layout
+from sd_lowvram.streaming.buffer import DeviceBuffer
 from sd_lowvram.streaming.copier import Copier
 from sd_lowvram.streaming.engine import ActiveStreams, Stream
 from sd_lowvram.streaming.host_weights import HostWeights, _Ring
@@ -167,7 +168,7 @@ def _in_no_order(_: Any) -> Any:
 
 
 def _copies_at_once(copy: Any) -> Any:
-    return lambda self, copies, after: copy(self, copies, ())
+    return lambda self, copies, after, ended: copy(self, copies, ())
 
 
 def _refilled_early(copy: Any) -> Any:
@@ -187,9 +188,9 @@ def _never(*args: Any) -> None:
 
 
 def _without_room_taken(fetch: Any) -> Any:
-    def fetches(self: Stream, number: int) -> None:
+    def fetches(self: DeviceBuffer, *args: Any) -> None:
         self._room_taken = None
-        fetch(self, number)
+        fetch(self, *args)
 
     return fetches
 
@@ -223,7 +224,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Work, str]] = {
     "copies do not wait for the compute": (Copier, "copy", _copies_at_once, BLOCKS, "races"),
     "the compute sets no marks": (Copier, "mark", _removed, BLOCKS, "races"),
     "room is given back during copies": (Copier, "drain", _removed, PICTURES, "races"),
-    "room is filled before it is free": (Stream, "_fetch", _without_room_taken, after_others, "races"),
+    "room is filled before it is free": (DeviceBuffer, "_fetch", _without_room_taken, after_others, "races"),
     "memory of a ring that follows is filled too early": (Copier, "copy", _copies_at_once, following, "races"),
     "the ring is refilled early": (_Ring, "copy", _refilled_early, from_a_file, "races"),
     "blocks in the same bytes know nothing of each other": (DeviceLayout, "overlapping", _alone, LAYERS, "races"),

@@ -21,6 +21,7 @@ from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import BudgetError, ConflictError
 from sd_lowvram.patches import set_patch
 from sd_lowvram.session import attach, detach, enter_hooks, prepare
+from sd_lowvram.streaming import buffer
 from sd_lowvram.streaming.copier import Copier
 from sd_lowvram.streaming.engine import ActiveStreams, Stream
 from sd_lowvram.streaming.host_weights import host_budget, mapped_bytes
@@ -236,6 +237,31 @@ def test_what_runs_in_pieces_streams_once_a_step(more: dict[str, Any], copied: l
         before = len(copied)
         run(unet, (17, 25))
     assert weight_bytes(unet) - MIB <= sum(copied[before:]) <= weight_bytes(unet)
+
+
+@pytest.mark.parametrize("settings", [*WAYS.values(), WAYS["little"].filled(**TOGETHER)], ids=[*WAYS, "in pieces"])
+def test_a_step_like_an_earlier_one_is_not_searched_again(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one in another order is, and the next step knows its moves again."""
+    unet = shared("sd15").to(torch.float32)
+    searched: list[int] = []
+    before = buffer._Search.move
+
+    def noted(self: Any, position: int, *rest: Any) -> Any:
+        searched.append(position)
+        return before(self, position, *rest)
+
+    monkeypatch.setattr(buffer._Search, "move", noted)
+    with attached(unet, settings, device="cpu"):
+        *_, expected = (run(unet, (8, 8)) for _ in range(3))
+        assert searched
+        searched.clear()
+        assert torch.equal(run(unet, (8, 8)), expected) and not searched
+        with torch.no_grad():
+            unet.up_blocks[0].resnets[1](torch.randn(1, 128, 8, 8), torch.randn(1, 128))
+        assert torch.equal(run(unet, (8, 8)), expected)
+        run(unet, (8, 8))
+        searched.clear()
+        assert torch.equal(run(unet, (8, 8)), expected) and not searched
 
 
 class _Row(nn.Module):
