@@ -122,7 +122,7 @@ _REDUCES_TIME = ("temperal_downsample", "temporal_downsample")
 
 def sees_pictures(vae: Any) -> bool:
     """True for Forge Neo's autoencoder of Qwen-Image for pictures alone, whatever its layers."""
-    return has(vae, "dim_mult", "encoder", "decoder", "quant_conv", "post_quant_conv") and not sees_frames(vae)
+    return not sees_frames(vae) and has(vae, "encoder", "decoder", "quant_conv", "post_quant_conv", "dim_mult")
 
 
 def is_hosted(vae: Any) -> bool:
