@@ -160,8 +160,6 @@ _HOPPER = {
     "group_norm, denoise, channels_last": 0.661,
     "group_norm, decode, channels_last": 3.34,
     "geglu": 1.33,
-    "strip, contiguous_format": 1.62,
-    "strip, channels_last": 1.48,
     "recorded passes": 1.43,
 }
 MEASURED_GAINS = {"h100": _HOPPER, "h200": _HOPPER}

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sd_lowvram.kernels.triton import geglu, group_norm, strip
+from sd_lowvram.kernels.triton import geglu, group_norm
 
 FLOATS = {"eps"}
 TILE = {"CHANNELS": 4, "PIXELS": 256}
@@ -37,8 +37,6 @@ def main(architecture: int) -> None:
         switches = {"CHUNKS": 64, "WEIGHT": True, "BIAS": True, "SILU": True}
         compiled(group_norm._normalise_kernel, kind, target, norm, 4, **switches, **TILE)
         compiled(geglu._geglu_kernel, kind, target, {"product": at, "out": at}, 4, BLOCK=256)
-        affine = {"x": at, "out": at, "scale": "*fp32", "shift": "*fp32"}
-        compiled(strip._strip_kernel, kind, target, affine, 4, **TILE)
 
 
 main(int(sys.argv[1]))

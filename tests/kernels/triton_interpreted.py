@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from sd_lowvram.kernels.triton import geglu, group_norm, strip, support
+from sd_lowvram.kernels.triton import geglu, group_norm, support
 
 SLACK, FLOOR = 1.5, 2e-7
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -152,35 +152,6 @@ def test_geglu(dtype: torch.dtype) -> None:
 def test_a_wrong_geglu_is_caught(fault: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         check_geglu(planted(tmp_path, geglu, *fault), torch.float32)
-
-
-# The exact tiles' strip
-
-
-def check_strip(module: Any, dtype: torch.dtype) -> None:
-    for border in ((0, 0, 0, 0), (1, 1, 1, 1), (1, 2, 0, 3)):
-        for layout in FORMATS:
-            whole = noise(2, 11, 12, 9).to(dtype).to(memory_format=layout)
-            scale, shift = noise(2, 11, 1, 1, seed=1), noise(1, 11, 1, 1, seed=2)
-            for x in (whole, whole[:, :, 2:7], whole[:1, :, :, :1]):
-                check(module.activated_strip, strip.reference, x, scale[: len(x)], shift, border)
-
-
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_strip(dtype: torch.dtype) -> None:
-    check_strip(strip, dtype)
-
-
-STRIP_FAULTS = [
-    ("tl.where(inside, value * tl.sigmoid(value), 0.0)", "value * tl.sigmoid(value)"),  # the border activated too
-    ("above, before = row - top, column - left", "above, before = row - left, column - top"),
-]
-
-
-@pytest.mark.parametrize("fault", STRIP_FAULTS, ids=["border", "corner"])
-def test_a_wrong_strip_is_caught(fault: tuple[str, str], tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
-        check_strip(planted(tmp_path, strip, *fault), torch.float32)
 
 
 def test_the_same_bits_again() -> None:

@@ -2,8 +2,10 @@
 
 Layers are called as they are; what they ask of torch's group_norm is answered by the kernel, SiLU with it. Calls that
 the kernels cannot take (another type or device, autocast, gradients, a block of another kind) run as the model has
-them. Exact tiles of the autoencoder look at the setting by themselves. Denoiser and autoencoder are decided apart: at a
-decoder's maps the kernels can be several times as fast on a GPU on which they are slower at a denoiser's.
+them. So do exact tiles: a kernel for strips was faster by itself, and made decodes on an H100 a fifth slower.
+
+Denoiser and autoencoder are decided apart: at a decoder's maps the kernels can be several times as fast on a GPU on
+which they are slower at a denoiser's.
 
 Fidelity: ``rounding``. Sources: those of the kernels, in kernels/triton/.
 """

@@ -5,7 +5,6 @@ Source: exact tiles: group statistics are summed strip by strip and merged as in
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.cpu_convolutions import is_on_cpu
-from ...kernels.triton.support import takes
 from ...memory.repeats import representative_pieces
 from ...patches import Answered
 from ...streaming.weight_scopes import hold_weights
@@ -81,13 +79,8 @@ class Statistics:
 
     They are mean and variance of each group of channels over all added strips, in float32 or wider."""
 
-    def __init__(self, norm: nn.GroupNorm, fused: bool = False) -> None:
-        """
-        Args:
-            fused: normalise and activate a strip by one kernel, where that can run.
-        """
+    def __init__(self, norm: nn.GroupNorm) -> None:
         self.norm = norm
-        self._fused = fused
         self._groups = norm.num_groups
         self._count = 0
         self._mean: Tensor | None = None
@@ -136,24 +129,18 @@ class Statistics:
 
         The arithmetic is done in float32 or wider and rounded once, as torch's own kernels do.
         """
-        return self._run_layer(strip)
+        with Answered({F.group_norm: self._group_norm}):
+            result: Tensor = self.norm(strip)
+        return result
 
     def activate(self, strip: Tensor, act: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
         """The activation, SiLU or another one, of the normalised rows; a new tensor."""
         if act is not F.silu:
             return act(self.normalise(strip))
-        if self._fused and takes(strip):
-            return self._run_layer(strip, silu=True)
         return F.silu(self.normalise(strip), inplace=True)
-
-    def _run_layer(self, strip: Tensor, silu: bool = False) -> Tensor:
-        with Answered({F.group_norm: functools.partial(self._group_norm, silu)}):
-            result: Tensor = self.norm(strip)
-        return result
 
     def _group_norm(
         self,
-        silu: bool,
         input: Tensor,
         num_groups: int,
         weight: Tensor | None = None,
@@ -162,10 +149,6 @@ class Statistics:
     ) -> Tensor:
         """Replace torch's ``group_norm``: use the statistics of the whole map."""
         scale, shift = self.affine(input.shape[1], weight, bias, eps)
-        if silu:
-            from ...kernels.triton.strip import activated_strip
-
-            return activated_strip(input, scale, shift)
         return torch.mul(input, scale).add_(shift).to(input.dtype)
 
 

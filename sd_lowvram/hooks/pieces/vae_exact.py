@@ -39,7 +39,6 @@ from ...settings import Settings
 from ...streaming.weight_scopes import hold_weights
 from ...units import MIB
 from ...weights import needs_graph, place_part, room
-from ..numbers.fused_kernels import in_autoencoder
 from ..offers import Offer, OfferKind, Target
 from .maps import AnyMap, Given, Map, Overwritten
 from .operations import Operation, first_half, needed_rows, operations_of, run_strip, second_half
@@ -186,7 +185,6 @@ class _StripPass:
         self.watch = watch
         sparing = settings.vae_map == "recomputed" and is_on_cpu(x)
         self.parks = settings.vae_map == "parked" or sparing
-        self.fused = in_autoencoder(settings)
         first = steps[0]
         self.wraps = isinstance(first, Conv) and getattr(layer(first.conv), "padding_mode", "zeros") == "circular"
         self.itemsize = x.element_size()
@@ -241,14 +239,14 @@ class _StripPass:
 
     def _statistics_of(self, norm: nn.GroupNorm | None) -> Statistics | None:
         """Statistics to gather for a normalisation, where there is one."""
-        return None if norm is None else Statistics(norm, self.fused)
+        return None if norm is None else Statistics(norm)
 
     def _two_maps(
         self, x: AnyMap, statistics: Statistics | None, block: Residual, after: nn.GroupNorm | None
     ) -> tuple[Statistics | None, AnyMap]:
         """A residual block with its inner map stored: every convolution runs once."""
         first, second = first_half(block), second_half(block)
-        inner = Statistics(block.norm2, self.fused)
+        inner = Statistics(block.norm2)
         hidden = self._sweep(x, None, [first], [statistics], "new", inner, of_hidden=True)
         gathered = self._statistics_of(after)
         sink = self._sweep(x, hidden, [second], [inner], "new" if self.wraps else hidden, gathered)

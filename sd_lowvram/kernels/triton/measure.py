@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ...devices.pairs import ratio
-from . import geglu, group_norm, strip
+from . import geglu, group_norm
 
 _MAPS = {"denoise": (2, 320, 64, 64), "decode": (1, 128, 512, 512)}
 _LAYOUTS = (torch.contiguous_format, torch.channels_last)
 _TOKENS = (2, 4096, 2 * 1280)
-_STRIP, _BORDER = (1, 256, 64, 512), (1, 1, 1, 1)
 
 Pair = tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]
 """A kernel, torch's own operators, and the tensors that both are given."""
@@ -36,13 +35,6 @@ def _geglu_inputs(device: torch.device, dtype: torch.dtype) -> Pair:
     return geglu.geglu, geglu.reference, (_noise(*_TOKENS, device=device).to(dtype),)
 
 
-def _strip(layout: torch.memory_format, device: torch.device, dtype: torch.dtype) -> Pair:
-    x = _noise(*_STRIP, device=device).to(dtype, memory_format=layout)
-    scale, shift = (_noise(1, _STRIP[1], 1, 1, device=device) for _ in range(2))
-    ours, plain = (functools.partial(function, border=_BORDER) for function in (strip.activated_strip, strip.reference))
-    return ours, plain, (x, scale, shift)
-
-
 def _layout_name(layout: torch.memory_format) -> str:
     return str(layout).removeprefix("torch.")
 
@@ -54,7 +46,6 @@ PAIRS: dict[str, Callable[[torch.device, torch.dtype], Pair]] = {
         for stage, shape in _MAPS.items()
     },
     "geglu": _geglu_inputs,
-    **{f"strip, {_layout_name(layout)}": functools.partial(_strip, layout) for layout in _LAYOUTS},
 }
 """Functions that draw the compared pairs on a device in a type, by the names of :func:`gains`."""
 

@@ -15,7 +15,7 @@ from ..attention.problem import capability, device_of_run, has_bf16, is_fake, is
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OLDEST_TORCH, _OLDEST_CARD = (2, 4), (7, 5)
 
-FUSED_DENOISER, FUSED_AUTOENCODER = ("group_norm, denoise", "geglu"), ("group_norm, decode", "strip")
+FUSED_DENOISER, FUSED_AUTOENCODER = ("group_norm, denoise", "geglu"), ("group_norm, decode",)
 """Prefixes of the names of measured kernels that ``fused_kernels`` uses, at the shapes of each model."""
 
 
