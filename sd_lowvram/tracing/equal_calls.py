@@ -36,7 +36,8 @@ def equal_modules(component: nn.Module) -> dict[nn.Module, int]:
         component: a model; only modules in its lists and sequences are compared.
     """
     lists = (module for module in component.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)))
-    members = {member for module in lists for member in module if any(True for _ in member.children())}
+    listed = (member for module in lists for member in module if member is not None)  # Kandinsky 5 leaves gaps
+    members = {member for member in listed if any(True for _ in member.children())}
     kinds = {member: _kind(member) for member in members}
     seen = Counter(kinds.values())
     numbers = {kind: number for number, kind in enumerate(seen)}

@@ -163,17 +163,9 @@ class _Copy:
 
     def _pipeline(self) -> Any:
         """A shallow copy of the pipeline with the copied models, and copies of its schedulers and tokenizers."""
-        pipe = object.__new__(type(self._pipe))
-        vars(pipe).update(unpatched_attributes(self._pipe))
-        vars(pipe)["_progress_bar_config"] = {"disable": True}
         replaced = {id(part): self._models[name] for name, part in self.originals.items()}
         replaced |= {id(part): _own_copy(part) for part in self._others.values() if part is not None}
-        for name, value in list(vars(pipe).items()):
-            if id(value) in replaced:
-                vars(pipe)[name] = replaced[id(value)]
-            elif isinstance(value, (dict, list)):
-                vars(pipe)[name] = _replace_models(value, replaced)
-        return pipe
+        return _copy_pipeline(self._pipe, replaced)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.Generator):
@@ -293,6 +285,26 @@ def _own_copy(part: Any) -> Any:
         return part
 
 
+def _copy_pipeline(pipe: Any, replaced: dict[int, Any]) -> Any:
+    """A shallow copy of a pipeline, and of pipelines that it holds, with other parts.
+
+    Args:
+        pipe: the pipeline.
+        replaced: the new parts, by the old ones' ids; the copies of pipelines are added.
+    """
+    copied = replaced[id(pipe)] = object.__new__(type(pipe))
+    vars(copied).update(unpatched_attributes(pipe))
+    vars(copied)["_progress_bar_config"] = {"disable": True}
+    for name, value in list(vars(copied).items()):
+        if id(value) in replaced:
+            vars(copied)[name] = replaced[id(value)]
+        elif isinstance(value, (dict, list)):
+            vars(copied)[name] = _replace_models(value, replaced)
+        elif not isinstance(value, type) and isinstance(getattr(value, "components", None), dict):
+            vars(copied)[name] = _copy_pipeline(value, replaced)
+    return copied
+
+
 def _replace_models(container: Any, replaced: Mapping[int, Any]) -> Any:
     """``container`` with models replaced by their copies; itself if it holds none."""
     values = container.values() if isinstance(container, dict) else container
@@ -398,6 +410,8 @@ class _Ledger(TorchDispatchMode):
             result = self._fake(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
+            if not func._schema.is_mutable:
+                result = tree_map(_real_if_small, result)  # of weights that the pipeline reads
         self.book(result)
         return result
 
@@ -411,6 +425,14 @@ class _Ledger(TorchDispatchMode):
         fakes = [fake_of(arg, self._mode) if isinstance(arg, Tensor) else arg for arg in args]
         with without_modes(), self._mode:
             return func(*fakes, **{**kwargs, "device": CPU} if "device" in kwargs else kwargs)
+
+
+def _real_if_small(leaf: Any) -> Any:
+    """Zeros in place of a fake tensor, unless it is large: pipelines turn results into arrays."""
+    if not isinstance(leaf, FakeTensor) or leaf.nbytes > _REAL:
+        return leaf
+    with without_modes():
+        return torch.zeros(tuple(leaf.shape), dtype=leaf.dtype)
 
 
 _FACTORIES = frozenset(f"aten::{new}{name}" for new in ("", "new_") for name in ("zeros", "ones", "empty", "full"))

@@ -78,6 +78,29 @@ def test_an_error_in_the_call_leaves_the_pipeline_as_it_was(monkeypatch: pytest.
     assert state(pipe) == before and given.get_state().tolist() == drawn
 
 
+class Combined:
+    """A pipeline that holds a pipeline, whose models it lists, and reads a weight."""
+
+    def __init__(self) -> None:
+        self.inner = TwoExperts(16)
+        self.components = self.inner.components
+
+    def __call__(self, prompt: str, num_inference_steps: int = 4) -> Any:
+        picture = self.inner(prompt, num_inference_steps=num_inference_steps)
+        return picture * float((self.inner.late.out.bias * 2).numpy().max())
+
+
+def test_a_pipeline_in_a_pipeline_is_rehearsed_too() -> None:
+    pipe, ran = Combined(), []
+    parts = pipe.components.values()
+    for part in parts:
+        part.register_forward_hook(lambda module, *_: ran.append(module in parts))
+    before = state(pipe)
+    record = rehearse(pipe, prompt="a")
+    assert rehearsed.rehearsal(record) == rehearsed.rehearsal(rehearse(TwoExperts(16), prompt="a"))
+    assert record.counts["early"] == 2 and state(pipe) == before and not any(ran)
+
+
 def test_callbacks_are_not_called() -> None:
     call = {"prompt": "a", "width": 64, "height": 64, "num_inference_steps": 2, "output_type": "latent"}
     record = rehearse(families.plain("sd15"), **call, callback_on_step_end=pytest.fail)

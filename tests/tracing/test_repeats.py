@@ -259,3 +259,9 @@ def test_a_loop_that_fails_leaves_the_next_trace_alone() -> None:
         trace(failing, x)
     assert trace(torch.neg, x).operators == 1
     assert held.tb is not None
+
+
+def test_a_list_of_blocks_may_have_gaps() -> None:
+    blocks = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    model = nn.ModuleList([None, *blocks])  # type: ignore[list-item]
+    assert equal_modules(model).keys() == {*blocks}
