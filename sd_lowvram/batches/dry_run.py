@@ -59,7 +59,7 @@ def _row(alike: Sequence[Task], pictures: int) -> dict[str, Any]:
 def _plan(job: Job, width: int | None, height: int | None, pictures: int) -> dict[str, Any]:
     asked = {"width": width, "height": height, "batch": job.batch, "steps": max(1, job.steps_run), "model": job.model}
     asked |= {"guidance": job.guidance is None or job.guidance > 1, "max_size": False, "gpu": None, "policy": None}
-    asked |= {"pictures": pictures, "vram": job.vram, "ram": job.ram, "approximate": job.approximate}
+    asked |= {"pipeline": None, "pictures": pictures, "vram": job.vram, "ram": job.ram, "approximate": job.approximate}
     return plan_as_dict(asked, job.settings, shown=False)
 
 

@@ -141,10 +141,11 @@ TABLE = re.compile(r"^\|.*\n\|[-| ]+\|\n(?:\|.*\n)+", re.MULTILINE)
 
 
 def test_every_table_of_figures_in_readme_and_docs_is_one_of_these() -> None:
-    """Word for word."""
+    """Word for word. Versions of hosts are no figures; the suites' own list holds that table."""
     measured = [file.read_text(encoding="utf-8") for file in (ROOT / "benchmarks").glob("*.md")]
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     tables = [found[0] for page in pages for found in TABLE.finditer(page.read_text(encoding="utf-8"))]
+    tables = [one for one in tables if not one.startswith("| host |")]
     figures = [one for one in tables if re.search(r"\| *[\d.]+(e-?\d+)?( %| s| [MG]iB| dB)?(?=,| *\|)", one)]
     assert len(figures) >= 7
     for one in figures:
