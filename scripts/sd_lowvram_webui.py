@@ -2,8 +2,8 @@
 
 from webui_ext import host_refusal, register
 
-if told := host_refusal():
-    print(told)
+if refusal := host_refusal():
+    print(refusal)
 else:
     from webui_ext.script import LowVRAMScript
 

@@ -33,8 +33,8 @@ function box() {
 }
 
 // Lines of details are folded: what follows the second empty line, which only reports have.
-function fill(text, told, changed) {
-  const [sentence, table, ...details] = told.replace(OF_A_NUMBER, "\u00a0").split("\n\n"); // a unit stays with its number
+function fill(text, report, changed) {
+  const [sentence, table, ...details] = report.replace(OF_A_NUMBER, "\u00a0").split("\n\n"); // a unit stays with its number
   text.replaceChildren(table === undefined ? sentence : `${sentence}\n\n${table}`);
   if (!details.length) return;
   const fold = document.createElement("details");
@@ -60,7 +60,7 @@ function widgetOf(node, name) {
     hideOnZoom: false,
     margin: MARGIN,
     getValue: () => shown,
-    setValue: (told) => fill(text, (shown = told), () => fitted(node, name)),
+    setValue: (report) => fill(text, (shown = report), () => fitted(node, name)),
     getMinHeight: height,
     getMaxHeight: height,
   });

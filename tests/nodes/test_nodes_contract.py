@@ -196,7 +196,7 @@ def test_what_is_wrong_is_told_when_a_prompt_is_queued(pack, given, told) -> Non
 
 @pytest.mark.parametrize("table", sorted((ROOT / "locales").glob("*/nodeDefs.json")), ids=lambda path: path.parent.name)
 def test_translations_are_of_nodes_and_fields_that_there_are(pack, table) -> None:
-    """What has no translation stays English."""
+    """Names without a translation stay English."""
     known = json.loads(table.read_text(encoding="utf-8"))
     there = {name: node for name, node in pack.NODE_CLASS_MAPPINGS.items() if name in known}
     assert len(there) >= len(IDS) and known.keys() <= {*NODES, "LowVRAMUNetSchedule"}
@@ -222,17 +222,21 @@ def test_the_page_shows_what_nodes_tell(pack) -> None:
     assert imported == ["../../scripts/app.js"]  # all other modules are internal to the page
 
 
+def answer_of_page(pack: Any, folder: Path, page: str) -> Any:
+    """Return what the script ``page`` prints, run by Node.js with our page's script beside it."""
+    script = (ROOT / pack.WEB_DIRECTORY / "lowvram.js").read_text(encoding="utf-8")
+    (line,) = (line for line in script.splitlines() if line.startswith("import "))
+    (folder / "page.mjs").write_text(script.replace(line, "const { app } = globalThis;"), encoding="utf-8")
+    (folder / "run.mjs").write_text(page, encoding="utf-8")
+    done = subprocess.run(["node", "run.mjs"], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js, which runs the page's script")
 def test_settings_are_folded_and_saved_by_name(pack, tmp_path) -> None:
     """A workflow of before, without names, keeps what the page read by position; chosen ones are in sight."""
-    script = (ROOT / pack.WEB_DIRECTORY / "lowvram.js").read_text(encoding="utf-8")
-    (line,) = (line for line in script.splitlines() if line.startswith("import "))
-    page = tmp_path / "page.mjs"
-    page.write_text(script.replace(line, "const { app } = globalThis;"), encoding="utf-8")
-    (tmp_path / "run.mjs").write_text(_SETTINGS_PAGE, encoding="utf-8")
-    done = subprocess.run(["node", "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    assert answer_of_page(pack, tmp_path, _SETTINGS_PAGE) == {
         "first": {"hidden": True, "button": "Advanced"},
         "saved": {"tiles": "exact", "attention": "auto"},
         "named": {"values": ["fast", "sliced"], "hidden": False, "button": "Fewer settings"},
@@ -281,14 +285,7 @@ console.log(JSON.stringify({ first, saved: saved.properties.settings, named: { v
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js, which runs the page's script")
 def test_a_refusal_takes_the_place_of_the_verdict_on_the_page(pack, tmp_path) -> None:
     """What the server answers when a workflow is queued, as the page keeps it, by the ids of nodes and of subgraphs."""
-    script = (ROOT / pack.WEB_DIRECTORY / "lowvram.js").read_text(encoding="utf-8")
-    (line,) = (line for line in script.splitlines() if line.startswith("import "))
-    page = tmp_path / "page.mjs"
-    page.write_text(script.replace(line, "const { app } = globalThis;"), encoding="utf-8")
-    (tmp_path / "run.mjs").write_text(_PAGE, encoding="utf-8")
-    done = subprocess.run(["node", "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    assert answer_of_page(pack, tmp_path, _PAGE) == {
         "verdict": "budget '4' means MiB: write \"4GB\"",
         "inside": "budget 'banana' is not a size",
         "other": "fits",
