@@ -25,6 +25,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from ..errors import BudgetError, LowVRAMError, PlanningError
 from ..hooks.offers import Offer, OfferKind, Target, add_offers, drop_undecided, left_open, select_kind
@@ -219,7 +220,9 @@ class PlanSearch:
         beside = self._step_bytes(run) + besides + run.overhead_bytes - size * MIB
         larger = range(size - size % _FILLED_MIB + _FILLED_MIB, most + 1, _FILLED_MIB)
         held = list(itertools.takewhile(lambda size: self.vram.holds(beside + size * MIB), larger))
-        for base in (dataclasses.replace(run.base, **{name: size}) for size in held[: -1 - _TRIES : -1]):
+        for filled_mib in held[: -1 - _TRIES : -1]:
+            changed: dict[str, Any] = {name: filled_mib}
+            base = dataclasses.replace(run.base, **changed)
             filled = self.pricing.whole(base, self._options(base, [_choice(run, group) for group in self._groups]))
             if _digits(filled.seconds) > _digits(run.seconds) * (_FROM_DISK if _read(filled) < _read(run) else 1):
                 break

@@ -104,8 +104,8 @@ class Copier:
         with self._entered(stream):
             while copies:
                 self._host_weights.copy_to(*copies.pop(0))
-        event: torch.cuda.Event = stream.record_event(ended)
-        return event
+        copied: torch.cuda.Event = stream.record_event(ended)
+        return copied
 
     def _entered(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         """A block in which ``stream`` is the current one."""
