@@ -196,13 +196,17 @@ def test_what_is_wrong_is_told_when_a_prompt_is_queued(pack, given, told) -> Non
 
 @pytest.mark.parametrize("table", sorted((ROOT / "locales").glob("*/nodeDefs.json")), ids=lambda path: path.parent.name)
 def test_translations_are_of_nodes_and_fields_that_there_are(pack, table) -> None:
-    """Names without a translation stay English."""
+    """Names without a translation stay English. Fields in sight have a tooltip, without the page's placeholders."""
     known = json.loads(table.read_text(encoding="utf-8"))
     there = {name: node for name, node in pack.NODE_CLASS_MAPPINGS.items() if name in known}
     assert len(there) >= len(IDS) and known.keys() <= {*NODES, "LowVRAMUNetSchedule"}
     for name, node in there.items():
         assert known[name].keys() <= {"display_name", "description", "inputs"}
-        assert set(known[name].get("inputs", {})) <= set(inputs_of(node))
+        translated, inputs = known[name].get("inputs", {}), inputs_of(node)
+        in_sight = {field for field, (_, *options) in inputs.items() if not (options and options[0].get("advanced"))}
+        assert in_sight <= translated.keys() <= inputs.keys()
+        tips = [words["tooltip"] for words in translated.values()]
+        assert all(tips) and not re.search("[{}|@]", "".join([known[name]["description"], *tips]))
         assert known[name]["display_name"] != pack.NODE_DISPLAY_NAME_MAPPINGS[name]
 
 
