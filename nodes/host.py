@@ -285,6 +285,21 @@ def bar() -> Iterator[None]:
 _COMPILER = ("disable_comfy_compiler", "disable_cuda_graphs")
 """ComfyUI's options that turn off what records a forward: its allocations, and its blocks as CUDA graphs."""
 
+_OPENS = {"malloc_graph_begin", "malloc_graph_scope"}
+"""Functions of ComfyUI's compiler with which a model's forward opens its allocation graph."""
+
+
+def compiles(model: nn.Module | None, device: torch.device) -> bool:
+    """True if ComfyUI's compiler records the allocations of ``model`` on ``device``, for what the forward's code says.
+
+    Previews are recorded in the same graph, so they need no memory of their own."""
+    enabled = getattr(sys.modules.get("comfy.model_prefetch"), "malloc_graph_enabled", None)
+    if enabled is None or not enabled(device):
+        return False
+    methods = (value for kind in type(model).__mro__ for value in vars(kind).values())
+    return any(_OPENS & {*method.__code__.co_names} for method in methods if isinstance(method, types.FunctionType))
+
+
 _lock = threading.Lock()
 _uncompiled: list[dict[str, Any]] = []
 """The user's values of these options, once for each block of :func:`disable_compiler` that runs."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..sd_lowvram.devices.info import available_ram
+from ..sd_lowvram.memory.reserved import allocation_graph
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.request import DEFAULT_STEPS, Request, request_for
@@ -93,7 +94,9 @@ def plan_for_host(anatomy: Anatomy, request: Request, settings: Settings) -> Pla
         BudgetError: nothing fits.
     """
     fixed = dataclasses.replace(settings, channels_last=False, packed_weights=False, inference_mode=False)
-    return plan_beside(host.loading(request.device), anatomy, request, fixed)
+    compiled = anatomy.family.hosted and host.compiles(anatomy.denoiser_module, request.device)
+    with allocation_graph(compiled):
+        return plan_beside(host.loading(request.device), anatomy, request, fixed)
 
 
 def attachable(settings: Settings) -> Settings:

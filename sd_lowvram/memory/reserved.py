@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from ..units import MIB
@@ -19,10 +22,12 @@ class AllocatorSettings(NamedTuple):
     Attributes:
         max_split_bytes: segments of at least this size are not split (``max_split_size_mb``).
         expandable: True if segments grow (``expandable_segments``).
+        graph: True if the allocations of a call are recorded once and repeated (:func:`allocation_graph`).
     """
 
     max_split_bytes: float
     expandable: bool
+    graph: bool = False
 
     def allocator(self, card_bytes: float = float("inf")) -> CachingAllocator | ExpandableAllocator:
         """The allocator of a GPU with ``card_bytes`` of free memory."""
@@ -42,7 +47,23 @@ def allocator_settings() -> AllocatorSettings:
         entries |= {key.strip(): value.strip() for key, _, value in pairs}
     split = entries.get("max_split_size_mb", "")
     expandable = entries.get("expandable_segments", "").lower() == "true" and sys.platform == "linux"
-    return AllocatorSettings(int(split) * MIB if split.isdigit() else float("inf"), expandable)
+    return AllocatorSettings(int(split) * MIB if split.isdigit() else float("inf"), expandable, _graph.get())
+
+
+_graph: ContextVar[bool] = ContextVar("graph", default=False)
+
+
+@contextlib.contextmanager
+def allocation_graph(on: bool = True) -> Iterator[None]:
+    """Count reserved bytes, within the block, for calls in an allocation graph of comfy-aimdo, ComfyUI's compiler.
+
+    It records the allocations of a call once and repeats them. Tensors that are not alive at the same time share
+    pages, and nothing is cached."""
+    before = _graph.set(on)
+    try:
+        yield
+    finally:
+        _graph.reset(before)
 
 
 Allocations = Sequence[tuple[int, int]]
@@ -77,9 +98,12 @@ def count_reserved(allocations: Allocations, held: int = 0, again: bool = False)
     Returns:
         The largest result over the orders tried.
     """
+    settings = allocator_settings()
+    if settings.graph:
+        pages = max(map(_graph_bytes, _orders(allocations))) + segment(held)
+        return Reserved(pages, pages)
     times = [*allocations, *_next_time(allocations)] if again else allocations
     large, small_bytes = _split_pools([(-1, held), *times])
-    settings = allocator_settings()
     unit = PAGE if settings.expandable else ROUND
     least = most_units = 0
     for order in _orders(large):
@@ -143,6 +167,40 @@ def _orders(allocations: Allocations) -> Iterator[Allocations]:
             order += sorted(starts, key=lambda allocation: (allocation[0] in ends) == last)
             order += ended
         yield order
+
+
+_GRAPH_PAGE = 8 * MIB
+_GRAPH_SMALL = 4 * MIB
+_GRAPH_ROUND = 256
+
+
+def _graph_bytes(allocations: Allocations) -> int:
+    """Bytes of the pages of an allocation graph.
+
+    A large allocation has whole pages. Small ones share a range of pages: each is placed in the smallest hole that is
+    large enough, or at the end."""
+    pages: dict[int, int] = {}
+    ranges: list[tuple[int, int, int]] = []
+    live = most = end = 0
+    for number, size in allocations:
+        if size < 0:
+            if number in pages:
+                live -= pages.pop(number)
+            else:
+                ranges = [used for used in ranges if used[2] != number]
+        elif size >= _GRAPH_SMALL:
+            pages[number] = -(-size // _GRAPH_PAGE)
+            live += pages[number]
+            most = max(most, live)
+        else:
+            bytes_ = max(1, -(-size // _GRAPH_ROUND)) * _GRAPH_ROUND
+            stops = [0, *(stop for _, stop, _ in ranges)]
+            starts = [*(start for start, _, _ in ranges), end]
+            holes = [(start - stop, stop) for stop, start in zip(stops, starts, strict=True) if start - stop >= bytes_]
+            place = min(holes)[1] if holes else end
+            end = max(end, place + bytes_)
+            bisect.insort(ranges, (place, place + bytes_, number))
+    return (most + -(-end // _GRAPH_PAGE)) * _GRAPH_PAGE
 
 
 def segment(size: int) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sd_lowvram.memory.caching_allocator import CachingAllocator, CardFullError
 from sd_lowvram.memory.expandable_segments import PAGE, ExpandableAllocator
-from sd_lowvram.memory.reserved import count_reserved, segment
+from sd_lowvram.memory.reserved import allocation_graph, count_reserved, segment
 from sd_lowvram.units import MIB
 
 CASES = json.loads(Path(__file__).with_name("allocations.json").read_text(encoding="utf-8"))
@@ -55,7 +55,8 @@ def test_torch_reserves(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sys.platform", case.get("platform", "linux"))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", case.get("conf", ""))
     steps = [(ord(step.lstrip("-")[0]), int(step[2:]) * MIB if "=" in step else -1) for step in case["steps"].split()]
-    found = count_reserved(steps, case.get("held", 0) * MIB, case.get("again", False))
+    with allocation_graph(case.get("graph", False)):
+        found = count_reserved(steps, case.get("held", 0) * MIB, case.get("again", False))
     for figure in case.keys() & {"least", "kept"}:
         assert getattr(found, figure) == case[figure] * MIB
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
+import dataclasses
 import functools
 import importlib
 import json
@@ -564,6 +566,42 @@ def test_the_hosts_compiler_records_no_decode_of_ours(pack, vae, prefetch) -> No
     finally:
         del vae.first_stage_model.decode
     assert seen == [True] and not prefetch.options.disable_comfy_compiler
+
+
+@pytest.mark.parametrize("opens", ["malloc_graph_begin", "malloc_graph_scope", "get_submodule"])
+@pytest.mark.parametrize("on", [True, False])
+def test_a_model_that_the_hosts_compiler_records_is_planned_with_its_peak(pack, parts, monkeypatch, opens, on) -> None:
+    """In whole pages of the compiler; a hooked model, or one that opens no graph, as torch's allocator holds it."""
+    core, nodes = pack.__name__ + ".sd_lowvram", pack.__name__ + ".nodes"
+    unet = _copy_of_kind(parts["unet"], opens)
+    prefetch = types.ModuleType("comfy.model_prefetch")
+    prefetch.malloc_graph_enabled = lambda device: on and device.type == "cuda"
+    monkeypatch.setitem(sys.modules, "comfy.model_prefetch", prefetch)
+    anatomy = sys.modules[core + ".session"].anatomy_of(unet)
+    settings = sys.modules[core + ".settings"].Settings(attention="sdpa")
+    rates = sys.modules[core + ".planning.request"].rates_of(torch.device("cpu"))
+    stages = {}
+    for hosted in (True, False):
+        family = dataclasses.replace(anatomy.family, hosted=hosted)
+        request = sys.modules[core + ".planning.request"].request_for(
+            anatomy, vram=1 << 40, width=512, height=512, device="cuda", rates=rates, ram=1 << 34
+        )
+        made = dataclasses.replace(anatomy, family=family)
+        plan = sys.modules[nodes + ".node_request"].plan_for_host(made, request, settings)
+        (stages[hosted],) = plan.stages
+    beside = {hosted: one.reserved_bytes - one.weights_bytes for hosted, one in stages.items()}
+    assert (beside[True] < beside[False]) == (on and opens != "get_submodule")
+    assert beside[True] >= stages[True].activation_bytes == stages[False].activation_bytes
+
+
+def _copy_of_kind(unet: torch.nn.Module, opens: str) -> torch.nn.Module:
+    """``unet`` with a forward in whose code a function called ``opens`` is named."""
+    space: dict[str, Any] = {"prefetch": None, "Kind": type(unet)}
+    own = "Kind.forward(self, *args, **kwargs)"
+    exec(f"def forward(self, *args, **kwargs):\n return prefetch.{opens}() if prefetch else {own}", space)
+    result = copy.copy(unet)
+    result.__class__ = type(type(unet).__name__, (type(unet),), {"forward": space["forward"]})
+    return result
 
 
 def test_a_host_without_a_compiler_gets_no_option(pack, model, monkeypatch) -> None:
