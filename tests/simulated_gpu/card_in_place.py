@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
 import sys
 from typing import Any
@@ -42,6 +43,15 @@ def gpu() -> Any:
     if WHY_NOT is not None:
         (pytest.fail if ASKED == "required" else pytest.skip)(WHY_NOT)
     return _simulated()
+
+
+@pytest.fixture(autouse=True)
+def without_cycles(gpu: Any) -> None:
+    """Free what earlier tests left in cycles, which a peak would count until something is collected."""
+    import torch
+
+    if torch.cuda.memory_allocated():
+        gc.collect()
 
 
 @functools.cache
