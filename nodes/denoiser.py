@@ -28,7 +28,7 @@ from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.stages import native_size, scale_factor
 from ..sd_lowvram.session import Attachment, enter_hooks, prepare
 from ..sd_lowvram.settings import Settings
-from ..sd_lowvram.units import format_size
+from ..sd_lowvram.units import format_least, format_size
 from . import host
 from .attending import DOOR, is_needed, override
 from .autoencoder import foresee_decode
@@ -225,7 +225,7 @@ class Denoiser:
         size = self._largest_fitting(latents)
         if size is None:
             return plan
-        needed = format_size(needed_bytes(plan, "denoise"))
+        needed = format_least(needed_bytes(plan, "denoise"))
         raise BudgetError(
             f"{plan.request.width}x{plan.request.height} does not fit: it needs at least {needed}, and the budget is "
             f"{format_size(plan.request.vram)}.{_fitting_size(size)}",

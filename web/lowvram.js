@@ -11,7 +11,7 @@ const TELLING = {
   LowVRAMVAEEncode: "verdict",
 };
 const MARGIN = 8;
-const WIDTHS = { forecast: 500, report: 500, verdict: 400 };
+const WIDTHS = { forecast: 380, report: 500, verdict: 380 }; // as in the templates, which leave 20 beside them
 const OF_A_NUMBER = / (?=(?:s|min|h|B|[KMG]iB)\b)/g;
 const OF_SETTINGS = 460; // with which no label is cut
 

@@ -386,9 +386,14 @@ def test_a_workflow_is_in_sight_as_it_opens(path) -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_no_node_of_a_workflow_covers_another(path) -> None:
-    """By the sizes that it was saved with: a title is 30 high, above the place of its node."""
+def test_no_node_of_a_workflow_covers_another(pack, path) -> None:
+    """By the sizes that it was saved with: a title is 30 high, above the place of its node. Reports widen no node."""
     nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
+    script = (ROOT / pack.WEB_DIRECTORY / "lowvram.js").read_text(encoding="utf-8")
+    (widths,) = (dict(re.findall(r"(\w+): (\d+)", line)) for line in script.splitlines() if "const WIDTHS" in line)
+    for node in nodes:
+        shown = re.search(rf'\b{node["type"]}: "(\w+)"', script)
+        assert shown is None or node["size"][0] >= int(widths[shown[1]])
     boxes = [(x, y - 30, x + width, y + height) for (x, y), (width, height) in ((n["pos"], n["size"]) for n in nodes)]
     for number, (left, top, right, bottom) in enumerate(boxes):
         for others in boxes[number + 1 :]:
