@@ -26,11 +26,12 @@ def register() -> None:
     from sd_lowvram.errors import speak_plainly
     from sd_lowvram.settings import knobs
 
-    from . import grid, optimizers, options, run
+    from . import grid, hosted, optimizers, options, run
 
     speak_plainly(labels={name: knob.label for name, knob in knobs().items()})
     script_callbacks.on_ui_settings(options.add_options)
     script_callbacks.on_before_ui(grid.add_axes)
     script_callbacks.on_script_unloaded(run.end)
+    script_callbacks.on_script_unloaded(hosted.register())
     if hasattr(script_callbacks, "on_list_optimizers"):  # reForge has none
         script_callbacks.on_list_optimizers(optimizers.add_optimizers)

@@ -29,6 +29,7 @@ _KEPT = 256
 HOST = "the WebUI"
 FETCHED = Reason(Kind.HOST_FETCHES, host=HOST)
 DECODE_ONLY = Reason(Kind.DECODE_ONLY, host=HOST)
+STEPS_PLAIN = Reason(Kind.STEPS_PLAIN, host=HOST)
 BESIDE = Reason(Kind.TILES_UNUSED, other="Tiled VAE")
 DECODES_BESIDE = Reason(Kind.TILES_DECODE, other="Tiled VAE")
 
@@ -139,10 +140,15 @@ def _unusual_choices(plan: Plan) -> list[str]:
     weights = decided or filter(None, [offload])
     return [
         *weights,
-        *select_kinds(plan.reasons, Kind.DECODE_ONLY),
+        *plain_reasons(plan),
         *filter(None, briefly.values()),
         *tile_reasons(plan),
     ]
+
+
+def plain_reasons(plan: Plan) -> list[Reason]:
+    """Reason on steps that run as the host runs them; empty if hooks act in them."""
+    return select_kinds(plan.reasons, Kind.DECODE_ONLY, Kind.STEPS_PLAIN)
 
 
 def tile_reasons(plan: Plan) -> list[Reason]:

@@ -77,9 +77,9 @@ def swaps_layers(model: Any) -> bool:
 
 
 def plannable_anatomy(model: Any) -> Any:
-    """Anatomy of the host's model: all of it, or its autoencoder alone if its denoiser runs plain here.
+    """The host's model if all of it can be planned, else its autoencoder.
 
-    The denoisers of Flux, Chroma and SD3 run plain.
+    Transformers in Forge and Forge Neo are planned unless they cannot be traced, see :mod:`webui_ext.hosted`.
 
     Raises:
         UnsupportedModelError: neither can be planned.

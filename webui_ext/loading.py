@@ -7,7 +7,7 @@ what is free and fetch the other layers for their call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from modules import shared
@@ -51,15 +51,14 @@ def decision(model: Any, dissected: Anatomy, plan: Plan) -> Reason:
     They decide by free memory, not by a budget: on a CPU they keep everything. On a GPU they keep as many parts of the
     model as fit, text encoders too, down to one part, and finally only some layers of that part.
     """
-    where = host.device()
-    texts = getattr(getattr(getattr(model, "forge_objects", None), "clip", None), "cond_stage_model", None)
-    components = {**dissected.components, **dissected.family.unchecked_components_of(model)}  # also what is not planned
-    parts = [*components.values(), *([texts] if isinstance(texts, nn.Module) else [])]
-    here = sum(tensor.nbytes for tensor in all_tensors(*parts) if tensor.device.type == where.type)
-    free, whole = free_vram(where), weight_bytes(*parts)
+    components = _components(model, dissected)
+    parts = [*components.values(), *_texts(model)]
+    free, whole = _free(), weight_bytes(*parts)
     sizes = {name: weight_bytes(part) for name, part in components.items()}
-    capacity = max(0, free + here - _inference_bytes())
-    if where.type == "cpu" or whole <= capacity:
+    limit, capacity = room_for_weights(plan), free + _here(parts) - _inference_bytes()
+    bounded = limit is not None and limit <= capacity and limit < whole
+    capacity = max(0, capacity if limit is None else min(capacity, limit))
+    if host.device().type == "cpu" or whole <= capacity:
         keeps, resident = "all", dict.fromkeys(sizes, whole)
     elif max(sizes.values()) <= capacity:
         keeps, resident = "one part", sizes
@@ -68,12 +67,49 @@ def decision(model: Any, dissected: Anatomy, plan: Plan) -> Reason:
     stages = (stage.reserved_bytes - stage.weights_bytes + resident.get(stage.component, 0) for stage in plan.stages)
     takes = max(stages) + plan.predicted.overhead_bytes
     decided = {"host": HOST, "free_bytes": free, "model_bytes": whole, "keeps": keeps, "needed_bytes": takes}
-    return Reason(Kind.HOST_DECIDES, **decided, over_budget=takes > plan.request.vram)
+    return Reason(Kind.HOST_DECIDES, **decided, bounded=bounded, over_budget=takes > plan.request.vram)
+
+
+def room_for_weights(plan: Plan) -> int | None:
+    """Bytes of a stated budget that no stage needs besides weights; None without one, or on a CPU, where the host keeps
+    everything."""
+    if not plan.request.fills or host.device().type == "cpu":
+        return None
+    beside = max(stage.reserved_bytes - stage.weights_bytes for stage in plan.stages)
+    return plan.request.vram - beside - plan.predicted.overhead_bytes
+
+
+def free_with_weights(model: Any) -> int:
+    """Bytes that are free on the device, or would be without the weights of ``model``."""
+    return _free() + _here([*host.anatomy(model).components.values(), *_texts(model)])
+
+
+def managing() -> Any:
+    """The module by which Forge or reForge moves weights; None elsewhere."""
+    return next((sys.modules[name] for name in _MANAGEMENT if name in sys.modules), None)
+
+
+def _components(model: Any, dissected: Anatomy) -> dict[str, nn.Module]:
+    """Components, also those that are not planned."""
+    return {**dissected.components, **dissected.family.unchecked_components_of(model)}
+
+
+def _texts(model: Any) -> list[nn.Module]:
+    texts = getattr(getattr(getattr(model, "forge_objects", None), "clip", None), "cond_stage_model", None)
+    return [texts] if isinstance(texts, nn.Module) else []
+
+
+def _free() -> int:
+    return free_vram(host.device())
+
+
+def _here(parts: Iterable[nn.Module]) -> int:
+    kind = host.device().type
+    return sum(tensor.nbytes for tensor in all_tensors(*parts) if tensor.device.type == kind)
 
 
 def _inference_bytes() -> int:
-    managing = next((sys.modules[name] for name in _MANAGEMENT if name in sys.modules), None)
-    return int(getattr(managing, "minimum_inference_memory", lambda: _FOR_INFERENCE)())
+    return int(getattr(managing(), "minimum_inference_memory", lambda: _FOR_INFERENCE)())
 
 
 def _largest_block(unet: Any) -> int:

@@ -1,5 +1,8 @@
-"""The estimate for which Forge and reForge free the device before a stage: the plan's activations, if that is less than
-their own estimate, so that more of the model stays on the device."""
+"""What Forge, Forge Neo and reForge keep free on the device while they load weights.
+
+For a stage they free what they estimate for it: the plan's activations, if that is less, so that more of the model
+stays on the device. Under a stated budget they keep free what is not of the budget as well.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 
 from sd_lowvram.patches import Patch, wrap
 from sd_lowvram.planning.search import Plan
+
+from . import loading
 
 
 def lower_estimates(model: Any, plan: Plan) -> Iterator[Patch]:
@@ -26,6 +31,23 @@ def lower_estimates(model: Any, plan: Plan) -> Iterator[Patch]:
     for owner, attribute, stage in estimates:
         if stage in needed and hasattr(owner, attribute):
             yield wrap(owner, attribute, functools.partial(_capped_estimate, needed[stage]), "estimates")
+
+
+def limit_weights(model: Any, plan: Plan) -> Iterator[Patch]:
+    """Patches by which the host loads no more weights than a stated budget has room for; none where it has no limit."""
+    managing, capacity = loading.managing(), loading.room_for_weights(plan)
+    if managing is None or capacity is None:
+        return
+    reserved = loading.free_with_weights(model) - capacity
+    half = max(stage.activation_bytes for stage in plan.stages) // 2  # of a stage's estimate is added to the second
+    least = {"minimum_inference_memory": reserved, "extra_reserved_memory": reserved - half}
+    kept = {name: max(least[name], getattr(managing, name)()) for name in least if hasattr(managing, name)}
+    for name, number in kept.items():  # known before either is set, as the host computes the first from the second
+        yield wrap(managing, name, functools.partial(_constant, number), "limit")
+
+
+def _constant(number: float, original: Callable[..., float]) -> float:
+    return number
 
 
 def _capped_estimate(needed: int, original: Callable[..., float], *args: Any, **kwargs: Any) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from modules import processing, shared
 
 from sd_lowvram.compat.private import FakeTensor
-from sd_lowvram.errors import BadInputError, BudgetError
+from sd_lowvram.errors import BadInputError, BudgetError, PlanningError
 from sd_lowvram.memory.threads import pause_models
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.models.calls import map_in_call
@@ -33,10 +33,19 @@ from sd_lowvram.session import Attachment, anatomy_of, attach, detach
 from sd_lowvram.settings import Settings, knobs
 from sd_lowvram.units import format_least, format_size
 
-from . import host, infotext, loading, saving, switching
+from . import host, hosted, infotext, loading, saving, switching
 from .arguments import NAME, TITLE, knob_values, settings_of
-from .estimate import BESIDE, DECODE_ONLY, DECODES_BESIDE, FETCHED, decision_in, tile_reasons
-from .memory_estimate import lower_estimates
+from .estimate import (
+    BESIDE,
+    DECODE_ONLY,
+    DECODES_BESIDE,
+    FETCHED,
+    STEPS_PLAIN,
+    decision_in,
+    plain_reasons,
+    tile_reasons,
+)
+from .memory_estimate import limit_weights, lower_estimates
 from .picture import Generation, requested_picture, side
 from .refusal import Refused, refuse_errors
 
@@ -91,27 +100,22 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
         vram=max(1, vram - other_bytes),
         ram=host.host_budget(chosen["ram"]),
         device=where,
+        fills=where.type != "cpu" and bool(chosen["vram"]),
         **dataclasses.asdict(picture),
     )
-    settings = _plan_settings(model, settings_of(chosen))
-    if chosen.get("tiled"):
-        settings = settings.filled(vae_tiles="exact")
-    if anatomy.denoiser is None:
-        steps_alone = (name for name, knob in knobs().items() if knob.stages and not _DECODES & set(knob.stages))
-        settings = dataclasses.replace(settings, **dict.fromkeys(steps_alone))
+    settings = _plan_settings(model, anatomy, chosen)
     anatomy = dataclasses.replace(anatomy, moved=host.moves_weights(model))
     ways = list(loading.ways(model, anatomy)) if anatomy.moved else [{}]
     try:
         plan = _first(ways, anatomy, request, settings)
     except BudgetError as error:
         raise _explain_refusal(error, chosen, vram, other_bytes) from None
-    if anatomy.denoiser is None:
-        plan = dataclasses.replace(plan, reasons=(*plan.reasons, DECODE_ONLY))
-    if chosen.get("tiled"):
-        exact = plan.settings.vae_tiles == "exact"
-        plan = dataclasses.replace(plan, reasons=(*plan.reasons, BESIDE if exact else DECODES_BESIDE))
-    if host.swaps_layers(model):
-        plan = _add_decision(model, plan, anatomy)
+    except PlanningError as error:
+        if not hosted.leave_out(model):
+            raise
+        print(f"[{NAME}] the steps are not predicted: {error}")
+        return plan_for(model, chosen, picture)
+    plan = _add_reasons(model, plan, anatomy, chosen)
     predicted = plan.predicted
     peak, reserved = predicted.peak_bytes + other_bytes, predicted.reserved_bytes + other_bytes
     predicted = dataclasses.replace(predicted, peak_bytes=peak, reserved_bytes=reserved)
@@ -132,10 +136,22 @@ def _plan(resident: Mapping[str, int], anatomy: Anatomy, request: Request, setti
     return dataclasses.replace(plan, reasons=(*plan.reasons, FETCHED)) if resident else plan
 
 
-def _add_decision(model: Any, plan: Plan, anatomy: Anatomy) -> Plan:
-    """``plan`` with the reason that the host keeps as many weights as fit, whatever the budget."""
-    reasons = (reason for reason in plan.reasons if reason.kind is not Kind.HOST_FETCHES)
-    return dataclasses.replace(plan, reasons=(*reasons, loading.decision(model, anatomy, plan)))
+def _add_reasons(model: Any, plan: Plan, anatomy: Anatomy, chosen: Mapping[str, Any]) -> Plan:
+    """``plan`` with the reasons that are the host's: steps that run plain, another Tiled VAE, weights that it keeps."""
+    reasons = list(plan.reasons)
+    if not _has_hooks(anatomy):
+        reasons.append(DECODE_ONLY if anatomy.denoiser is None else STEPS_PLAIN)
+    if chosen.get("tiled"):
+        reasons.append(BESIDE if plan.settings.vae_tiles == "exact" else DECODES_BESIDE)
+    if host.swaps_layers(model):
+        reasons = [reason for reason in reasons if reason.kind is not Kind.HOST_FETCHES]
+        reasons.append(loading.decision(model, anatomy, plan))
+    return dataclasses.replace(plan, reasons=tuple(reasons))
+
+
+def _has_hooks(anatomy: Anatomy) -> bool:
+    """True if hooks act in the steps."""
+    return anatomy.denoiser is not None and not hosted.is_plain(anatomy)
 
 
 def _explain_refusal(error: BudgetError, chosen: Mapping[str, Any], vram: int, other_bytes: int) -> BudgetError:
@@ -152,12 +168,19 @@ def _explain_refusal(error: BudgetError, chosen: Mapping[str, Any], vram: int, o
     return BudgetError(message, needed_bytes=needed, stage=error.stage, limit=error.limit, by_size=error.by_size)
 
 
-def _plan_settings(model: Any, settings: Settings) -> Settings:
-    """The knobs as the plan gets them: weights that the host moves come as it leaves them."""
-    if not host.moves_weights(model):
-        return settings
-    theirs = dict.fromkeys(host.WEIGHTS)
-    return dataclasses.replace(settings, **theirs | {"offload": "component", "decoder_device": "gpu"})
+def _plan_settings(model: Any, anatomy: Anatomy, chosen: Mapping[str, Any]) -> Settings:
+    """The knobs as the plan gets them: weights that the host moves come as it leaves them, steps that it runs plain
+    have none."""
+    settings = settings_of(chosen)
+    if host.moves_weights(model):
+        theirs = dict.fromkeys(host.WEIGHTS)
+        settings = dataclasses.replace(settings, **theirs | {"offload": "component", "decoder_device": "gpu"})
+    if chosen.get("tiled"):
+        settings = settings.filled(vae_tiles="exact")
+    if not _has_hooks(anatomy):
+        steps_alone = (name for name, knob in knobs().items() if knob.stages and not _DECODES & set(knob.stages))
+        settings = dataclasses.replace(settings, **dict.fromkeys(steps_alone))
+    return settings
 
 
 def own(p: Any, chosen: Mapping[str, Any]) -> None:
@@ -283,6 +306,7 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
         stack.callback(detach, target, attachment)
         attachment.plan = plan
         attachment.add(lower_estimates(model, plan))
+        attachment.add(limit_weights(model, plan))
         attachment.add(fallback(attachment.anatomy, functools.partial(_leaner, model, chosen, picture)))
         again = functools.partial(_replan, model, chosen, picture)
         attachment.add(watch_sizes(attachment.anatomy, plan.request, again))
@@ -305,7 +329,7 @@ def _run_line(plan: Plan, attachment: Attachment) -> str:
     size = f"{request.width}x{request.height}, batch {request.batch}"
     memory = f"budget {budget}" if decides else f"peak {peak} of {budget}"
     moved = [decides] if decides else select_kinds(plan.reasons, Kind.HOST_FETCHES)
-    notes = [*moved, *select_kinds(plan.reasons, Kind.DECODE_ONLY), *tile_reasons(plan)]
+    notes = [*moved, *plain_reasons(plan), *tile_reasons(plan)]
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
     about = f"about {predicted.seconds:.0f} s"
     return "; ".join(filter(None, (f"{size}: {memory}, {about}", *notes, f"sites: {sites or 'none'}")))
@@ -417,7 +441,7 @@ def _attachable(model: Any, settings: Settings) -> Settings:
     return settings
 
 
-def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | None = None) -> None:
+def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | None = None, anew: bool = False) -> None:
     """Re-plan if the plan in use is not for what comes next.
 
     So it is if the host has loaded another model during a generation, draws a larger picture, or returns to the owner's
@@ -426,6 +450,7 @@ def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | N
     Args:
         shape: of the latents, (N, C, h, w) or (N, C, frames, h, w).
         steps: of the pass that comes, where it has a number of its own.
+        anew: True to plan again whatever comes.
     """
     if not _running and not any(owner.under_way for owner in _owners):
         return
@@ -437,14 +462,14 @@ def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | N
     picture = requested.of_latents(shape, factor, passes, steps)
     chosen = _owners[-1].chosen if running is None else running.chosen
     tiled = not chosen.get("tiled") and host.is_tiled_elsewhere(model)
-    if tiled or running is None or _is_outgrown(running, p, model, picture):
+    if tiled or running is None or _is_outgrown(running, p, model, picture, anew):
         with _answers(picture):
             start(model, {**chosen, "tiled": True} if tiled else chosen, picture, fallback_steps())
 
 
-def _is_outgrown(running: _Running, p: Any, model: Any, picture: Generation) -> bool:
+def _is_outgrown(running: _Running, p: Any, model: Any, picture: Generation, anew: bool) -> bool:
     """True if what is attached was planned for another model, a smaller picture, or another ``p``."""
-    if running.model is not model or picture.load > running.picture.load:
+    if anew or running.model is not model or picture.load > running.picture.load:
         return True
     return bool(serves(p)) and running.serves is not _now()
 

@@ -10,7 +10,7 @@ from modules.ui_components import InputAccordion
 
 from sd_lowvram.errors import BudgetError
 
-from . import checkpoint_preview, controls, host, infotext, run, saving
+from . import checkpoint_preview, controls, host, hosted, infotext, run, saving
 from .aloud import aloud
 from .arguments import NAME, read
 from .estimate import decision_in
@@ -72,7 +72,8 @@ class LowVRAMScript(scripts.Script):
         with aloud(p.sampler, "sample", "sample_img2img"):  # perhaps the second pass of a hires fix
             model = shared.sd_model
             steps = (getattr(p, "hr_second_pass_steps", 0) or p.steps) if getattr(p, "is_hr_pass", False) else None
-            run.follow(p, model, latents.shape, passes_of(p, model), steps)
+            longer = hosted.is_longer(model, kwargs.get("c"), kwargs.get("uc"))
+            run.follow(p, model, latents.shape, passes_of(p, model), steps, anew=longer)
         if run.serves(p):
             saving.watch(p)
 

@@ -58,6 +58,7 @@ class Kind(str, enum.Enum):
     HOST_FETCHES = "host fetches layers"
     HOST_DECIDES = "host decides on weights"
     DECODE_ONLY = "decode only"
+    STEPS_PLAIN = "steps as in the host"
     TILES_UNUSED = "other tiles unused"
     TILES_DECODE = "other tiles decode"
 
@@ -217,7 +218,7 @@ def _ran_leaner(where: str, of_host: bool, device: str, needed_bytes: int, leane
 
 
 def _host_decides(
-    host: str, free_bytes: int, model_bytes: int, keeps: str, needed_bytes: int, over_budget: bool
+    host: str, free_bytes: int, model_bytes: int, keeps: str, needed_bytes: int, over_budget: bool, bounded: bool
 ) -> str:
     does = {
         "all": f"keeps all {format_size(model_bytes)} of the model",
@@ -225,9 +226,10 @@ def _host_decides(
         "some layers": "keeps some layers and loads the rest when they are needed",
     }
     over = ", more than this budget" if over_budget else ""
+    room = "within this budget" if bounded else f"with {format_size(free_bytes)} free"
     return (
-        f"{host} itself decides what stays in VRAM: with {format_size(free_bytes)} free it {does[keeps]}, and this "
-        f"needs {format_size(needed_bytes)}{over}"
+        f"{host} itself decides what stays in VRAM: {room} it {does[keeps]}, and this needs "
+        f"{format_size(needed_bytes)}{over}"
     )
 
 
@@ -273,6 +275,7 @@ _SENTENCES: dict[Kind, Callable[..., str]] = {
     Kind.HOST_FETCHES: lambda host: f"{host} fetches layers of the model as it needs them",
     Kind.HOST_DECIDES: _host_decides,
     Kind.DECODE_ONLY: lambda host: f"the decode is exact and within the budget, the steps run as in {host}",
+    Kind.STEPS_PLAIN: lambda host: f"the steps run as in {host} and are counted, the decode is exact",
     Kind.TILES_UNUSED: lambda other: (
         f"{other}, which is on too, has nothing to do: the decode is already exact and within the budget"
     ),

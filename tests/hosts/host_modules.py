@@ -8,6 +8,7 @@ as ``python host_modules.py comfyui|a1111|a1111_sdxl|forge|reforge FOLDER``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -28,7 +29,9 @@ from sd_lowvram import Settings, attached
 from sd_lowvram.compat import computes_on_cpu
 from sd_lowvram.models import dissect
 from sd_lowvram.models.calls import StepInputs
+from sd_lowvram.patches import set_patch
 from sd_lowvram.tracing import trace
+from sd_lowvram.weights import weight_bytes
 
 KNOBS: dict[str, dict[str, Any]] = {
     "attention": {"attention": "fused-softmax", "attention_mib": 1},
@@ -200,6 +203,43 @@ def report(unet: Any, vae: Any, extra: dict[str, Tensor]) -> dict[str, Any]:
     return found
 
 
+def loaded_in_neo(unet: nn.Module, vae: nn.Module) -> dict[int, int]:
+    """Bytes of the UNet's weights that Forge Neo's loader puts on a device, by the bytes that a budget leaves for them.
+
+    The device is torch's "meta", of 8 GiB."""
+    meta, managing = torch.device("meta"), importlib.import_module("backend.memory_management")
+    patcher = importlib.import_module("backend.patcher.base").ModelPatcher
+    parts = {"shared": {"cmd_opts": types.SimpleNamespace()}, "devices": {"device": meta}}
+    for name, held in {"": {}, **parts}.items():
+        module = types.ModuleType(f"modules.{name}".rstrip("."))
+        vars(module).update(held)
+        sys.modules[module.__name__] = module
+        setattr(sys.modules["modules"], name, module)
+    loading, estimates = (importlib.import_module(f"webui_ext.{name}") for name in ("loading", "memory_estimate"))
+    total, needed, weights = 8 << 30, 4 << 20, weight_bytes(unet)
+    managing.vram_state, managing.lowvram_available = managing.VRAMState.NORMAL_VRAM, True
+    managing.get_free_memory = lambda device=None, torch_free_too=False: (total, 0) if torch_free_too else total
+    managing.soft_empty_cache = lambda *args, **kwargs: None
+    loading.free_vram = lambda device: total
+    stage = types.SimpleNamespace(reserved_bytes=needed + weights, weights_bytes=weights, activation_bytes=needed)
+    loaded: dict[int, int] = {}
+    for room in (weights // 4, weights // 2, 2 * weights):
+        base = types.SimpleNamespace(diffusion_model=copy.deepcopy(unet))
+        held = {"unet": types.SimpleNamespace(model=base), "vae": types.SimpleNamespace(first_stage_model=vae)}
+        engine = types.SimpleNamespace(forge_objects=types.SimpleNamespace(**held))
+        request = types.SimpleNamespace(fills=True, vram=needed + room)
+        none = types.SimpleNamespace(overhead_bytes=0)
+        plan = types.SimpleNamespace(request=request, stages=[stage], predicted=none)
+        undo = [set_patch(patch) for patch in estimates.limit_weights(engine, plan)]
+        model = patcher(base.diffusion_model, load_device=meta, offload_device=meta)
+        managing.load_models_gpu([model], memory_required=needed, minimum_memory_required=needed // 2)
+        loaded[room] = int(model.loaded_size())
+        managing.current_loaded_models.clear()
+        for one in reversed(undo):
+            one()
+    return loaded
+
+
 PRECISION, HALF = ("fp16", torch.float16) if computes_on_cpu(torch.float16) else ("bf16", torch.bfloat16)
 """The type of the full-size UNet: an older torch computes in no fp16 on a CPU, and the bytes are the same."""
 
@@ -234,6 +274,8 @@ def main() -> None:
                 name: exactly(with_random_weights(vae).eval(), torch.randn(shape))
                 for name, vae, shape in autoencoders_of_neo()
             }
+        if (Path(folder) / "backend" / "nn" / "anima.py").exists():
+            answer["loaded"] = loaded_in_neo(unet, vae)
     print(json.dumps(answer), file=out, flush=True)
     os._exit(0)  # threads that a host has started are not waited for
 

@@ -99,6 +99,11 @@ def test_webui() -> None:
     for name, ways in frames.items():
         for one in ways.values():
             assert one["error"] < 5e-6 and one["restored"] and one["sites"]["vae_exact"] >= 2, (name, one)
+    loaded = {int(room): count for room, count in report.get("loaded", {}).items()}
+    assert len(loaded) == (3 if neo else 0)
+    if loaded:
+        *limited, plenty = loaded
+        assert all(room // 2 < loaded[room] <= room for room in limited) and 2 * loaded[plenty] == plenty, loaded
 
 
 @needs_a1111

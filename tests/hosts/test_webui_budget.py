@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_webui
 import webui_data
 from test_webui import HIRES, as_png, assert_same, only_a1111
 from webui_data import KIND, MODELS, PYTHON, WEBUI
-from webui_server import Server, serving
+from webui_server import RefusedError, Server, serving
 
 pytestmark = [pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs"), pytest.mark.in_order]
 
@@ -125,3 +126,32 @@ def test_the_steps_that_are_planned_are_those_that_run(narrower: Server, what: s
     narrower.make(what, ours={}, **asked, **start, **small)
     ran = Counter(one["steps"] for one in narrower.watched()[before:] if one["stage"] == "denoise")
     assert ran and all(steps == count for steps, count in ran.items()) and len(ran) == (1 if start else 2)
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    place: Path = webui_data.empty(tmp_path_factory.mktemp("flux"))
+    webui_data.add_extension(place)
+    webui_data.add_script(place, "webui_watch.py")
+    webui_data.add_checkpoint(place, "first", kind="flux")
+    with test_webui.running(place) as s:
+        s.ask("/sdapi/v1/options", {"live_previews_enable": False})
+        yield s
+
+
+@pytest.mark.skipif(KIND != "neo", reason="only Forge Neo's FLUX is tried")
+@pytest.mark.serves("FLUX.1")
+def test_flux_is_counted_and_its_picture_is_the_same(flux: Server) -> None:
+    asked = {**SIZE, "steps": 2, "cfg_scale": 1}
+    plain = flux.make(**asked)
+    for more in ({}, {"prompt": "a red cube on a table " * 60}):  # of more tokens than are assumed
+        before, lines = len(flux.watched()), len(flux.plans())
+        ours = flux.make(ours={"preset": "smallest"}, **asked, **more)
+        check(flux.watched()[before:], 2)
+        plans = flux.plans()[lines:]
+        assert len(plans) == (2 if more else 1) and "the steps run as in the WebUI and are counted" in plans[-1]
+        assert flux.sites()["vae_exact"] == 2 and "feed_forward" not in flux.sites()
+        if not more:
+            assert_same(ours, plain)
+    with pytest.raises(RefusedError, match="at least"):
+        flux.make(ours={"vram": "20MB"}, **asked)

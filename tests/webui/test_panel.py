@@ -219,7 +219,7 @@ def test_the_hosts_own_scripts_and_utils_are_found(tmp_path: Path) -> None:
 
 def decided(over: bool) -> Reason:
     held = {"free_bytes": 8 << 30, "model_bytes": 2 << 30, "keeps": "all", "needed_bytes": 5 << 30}
-    return Reason(Kind.HOST_DECIDES, host="the WebUI", **held, over_budget=over)
+    return Reason(Kind.HOST_DECIDES, host="the WebUI", **held, bounded=False, over_budget=over)
 
 
 def planned(peak: int, vram: int, *reasons: Reason) -> Any:

@@ -28,6 +28,7 @@ from sd_lowvram import Settings
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import PROFILES
 from sd_lowvram.errors import BudgetError, speak_plainly
+from sd_lowvram.patches import set_patch
 from sd_lowvram.planning.plan import Plan, Predicted, StagePlan
 from sd_lowvram.planning.request import Request
 from sd_lowvram.saved_latents.file import read_saved
@@ -773,6 +774,100 @@ def test_of_forges_flux_the_decode_is_planned_and_said_to_be(host: Any, capsys: 
     picture = importlib.import_module("webui_ext.picture").Generation(256, 256, 1, 20)
     line = estimate.sentence(lambda: run.plan_for(model, chosen, picture), "256x256").line
     assert "for the decode" in line and "20 steps" not in line and estimate.DECODE_ONLY in line
+
+
+class Transformer(torch.nn.Module):
+    """With the arguments that Forge's own have."""
+
+    def __init__(self, takes: str) -> None:
+        super().__init__()
+        self.x_in, self.vector_in = torch.nn.Linear(4, 32), torch.nn.Linear(16, 32)
+        self.takes, self.out = torch.nn.ModuleDict({takes: torch.nn.Linear(24, 32)}), torch.nn.Linear(32, 4)
+
+    def forward(self, x: Any, timestep: Any, context: Any, y: Any = None, guidance: Any = None, **more: Any) -> Any:
+        [takes] = self.takes.values()
+        tokens = self.x_in(x.flatten(2).transpose(1, 2))
+        text = takes(context) + self.vector_in(y)[:, None] * (timestep + guidance)[:, None, None]
+        mixed = torch.softmax(tokens @ text.transpose(1, 2), -1) @ text
+        return self.out(tokens + mixed).transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+@pytest.fixture
+def hosted(host: Any) -> Iterator[Any]:
+    """The family of transformers, registered as in a WebUI."""
+    module = importlib.import_module("webui_ext.hosted")
+    unregister = module.register()
+    yield module
+    unregister()
+
+
+@pytest.mark.parametrize(("takes", "traced"), [("txt_in", True), ("words", False)])
+def test_of_forges_transformers_the_steps_are_counted_where_they_can_be_traced(
+    host: Any, hosted: Any, capsys: Any, takes: str, traced: bool
+) -> None:
+    """A layer of another name hides the width of the text."""
+    estimate, run = (importlib.import_module(f"webui_ext.{name}") for name in ("estimate", "run"))
+    model, transformer = moved({}), Transformer(takes)
+    model.forge_objects.unet.model.diffusion_model = transformer
+    script = importlib.import_module("webui_ext.script").LowVRAMScript()
+    script.is_img2img, host.sd_model, host.cmd_opts = False, model, SimpleNamespace()
+    before = state(transformer)
+    p = generation(width=256, height=256, batch_size=2)
+    script.process(p, {"enabled": True, "vram": "16GB", "preset": "smallest"})
+    assert p.init() == "begun" and not p.told
+    told = capsys.readouterr().out
+    assert (estimate.STEPS_PLAIN if traced else estimate.DECODE_ONLY) in told
+    assert ("the steps are not predicted" in told) != traced
+    plan = run.current().plan
+    assert [stage.name for stage in plan.stages] == (["denoise", "decode"] if traced else ["decode"])
+    if traced:
+        rows, pixels = 4, 32 * 32
+        scores = rows * pixels * 256 * 4
+        assert 2 * scores < plan.stages[0].activation_bytes < 4 * scores
+        assert "for 2 steps" in estimate.sentence(lambda: plan, "256x256").line
+        latents = torch.zeros(4, 4, 40, 32)
+        with torch.no_grad():
+            text, pooled = torch.zeros(4, 256, 24), torch.zeros(4, 16)
+            transformer(latents, torch.ones(4), context=text, y=pooled, guidance=torch.ones(4))
+        assert "[sd-lowvram] 256x320, batch 2" in capsys.readouterr().out
+        schedule = SimpleNamespace(cond={"crossattn": torch.zeros(512, 24)})
+        longer = SimpleNamespace(batch=[[SimpleNamespace(schedules=[schedule])]])
+        for conditions, plans in ((text[0], 0), (longer, 1), (longer, 0)):
+            script.process_before_every_sampling(p, x=torch.zeros(2, 4, 32, 32), c=conditions, uc=text)
+            assert capsys.readouterr().out.count("[sd-lowvram]") == plans
+        assert run.current().plan.stages[0].activation_bytes > 1.5 * plan.stages[0].activation_bytes
+    script.postprocess(p, None)
+    assert state(transformer) == before
+
+
+@pytest.mark.parametrize(("budget", "kept"), [("1GB", None), ("", None), ("200MB", 200), ("60MB", 60)])
+def test_a_stated_budget_limits_the_weights_that_forge_loads(
+    host: Any, monkeypatch: pytest.MonkeyPatch, budget: str, kept: int | None
+) -> None:
+    """By what it keeps free for the steps, in each of the two names that it asks."""
+    memory, loading = (importlib.import_module(f"webui_ext.{name}") for name in ("memory_estimate", "loading"))
+    asked = {"minimum_inference_memory": lambda: 1 << 20, "extra_reserved_memory": lambda: 1 << 20}
+    managing = module("backend.memory_management", **asked)
+    monkeypatch.setitem(sys.modules, managing.__name__, managing)
+    monkeypatch.setattr(loading, "free_vram", lambda where: 1000 << 20)
+    monkeypatch.setattr(loading.host, "device", lambda: torch.device("cuda"))
+    model, picture = moved({}), importlib.import_module("webui_ext.picture").Generation(64, 64, 1, 2)
+    plan = foretold(model, {"vram": budget}, picture)
+    vram = (kept or 1 << 20) << 20
+    stages = tuple(
+        dataclasses.replace(stage, reserved_bytes=(1 << 29) + (50 << 20), activation_bytes=50 << 20)
+        for stage in plan.stages
+    )
+    request = dataclasses.replace(plan.request, vram=vram, fills=bool(budget))
+    plan = dataclasses.replace(plan, stages=stages, request=request)
+    undo = [set_patch(patch) for patch in memory.limit_weights(model, plan)]
+    free = [managing.minimum_inference_memory() >> 20, managing.extra_reserved_memory() >> 20]
+    assert free == ([1000 - (kept - 50), 1000 - (kept - 50) - 25] if kept else [1, 1])
+    decision = loading.decision(model, loading.host.anatomy(model), plan)
+    assert ("within this budget it keeps some layers" in decision) == (kept == 60)  # of 18.9 MiB
+    for one in reversed(undo):
+        one()
+    assert all(getattr(managing, name) is function for name, function in asked.items())
 
 
 def test_a_budget_that_forge_does_not_keep_is_told_with_the_pictures(host: Any, capsys: Any) -> None:
