@@ -137,5 +137,5 @@ FAMILY = dataclasses.replace(
 
 
 def register() -> Callable[[], None]:
-    """Have transformers planned; returns a function that ends it."""
+    """Register the family, so that transformers are planned; returns a function that removes it."""
     return doors.register(families={"forge": FAMILY})

@@ -1,4 +1,4 @@
-"""What Forge, Forge Neo and reForge keep free on the device while they load weights.
+"""Memory that Forge, Forge Neo and reForge keep free on the device while they load weights.
 
 For a stage they free what they estimate for it: the plan's activations, if that is less, so that more of the model
 stays on the device. Under a stated budget they keep free what is not of the budget as well.
