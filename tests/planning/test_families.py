@@ -68,18 +68,15 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param, pipe, kind, picture(pipe, kind), weight_bytes(*anatomy_of(pipe).components.values()))
 
 
-SEARCHED = {"sd15", "sdxl", "controlnet, two", "ip adapters, plain and plus", "pag", "x4 upscaler", "taesd"}
-"""Kinds with which it is shown that plenty and the least hold: the modules of other kinds are those of these, save for
-small parts. Of every kind the plain run and the smallest one hold."""
+SEARCHED = ["sdxl", "sd15", "controlnet, two", "ip adapters, plain and plus", "pag", "x4 upscaler", "taesd"]
+"""Kinds with which it is shown that plenty and the least hold, the first one in ``make test``: the modules of other
+kinds are those of these, save for small parts. Of every kind the plain run and the smallest one hold."""
 PLAIN = Settings.policy("diffusers-default")
 
 
 @pytest.mark.slow(6)
 def test_a_run_keeps_its_picture_and_its_plan(case: Case) -> None:
-    plenty = case.optimized(1 << 30, None if case.name in SEARCHED else PLAIN)
-    case.check(plenty)
-    if case.name in SEARCHED:
-        case.check(case.optimized(plenty.minimum_vram_bytes))
+    case.check(case.optimized(1 << 30, PLAIN))
     case.check(case.optimized(1 << 30, Settings.smallest()))
     assert {"residual_strips", "transformer_chunks", "guidance_in_turn"} <= attachments(case.pipe)[0].sites.keys()
     before = [tensor.clone() for tensor in all_tensors(case.pipe.unet)]
@@ -87,6 +84,18 @@ def test_a_run_keeps_its_picture_and_its_plan(case: Case) -> None:
     assert all(map(torch.equal, all_tensors(case.pipe.unet), before))
     assert not any("forward" in vars(module) for module in case.pipe.unet.modules())
     assert torch.equal(picture(case.pipe, case.kind), case.expected)
+
+
+@pytest.mark.slow(6)
+@pytest.mark.parametrize(
+    "case", [pytest.param(kind, marks=[] if kind == SEARCHED[0] else [pytest.mark.rare]) for kind in SEARCHED],
+    indirect=True,
+)  # fmt: skip
+def test_what_a_search_chooses_holds_with_plenty_and_with_the_least(case: Case) -> None:
+    plenty = case.optimized(1 << 30)
+    case.check(plenty)
+    case.check(case.optimized(plenty.minimum_vram_bytes))
+    sd_lowvram.restore(case.pipe)
 
 
 def test_an_ip_adapter_that_is_loaded_afterwards_is_planned_for() -> None:
@@ -117,6 +126,6 @@ def test_an_autoencoder_beside_a_transformer_is_planned_channels_last() -> None:
     request = request_by("ours", anatomy, gpu="rtx3060", vram=8 << 30, ram=64 << 30, width=512, height=512)
     peaks = {}
     for last in (None, False):
-        plan = make_plan(anatomy, request, Settings(vae_tiles="off", channels_last=last))
+        plan = make_plan(anatomy, request, dataclasses.replace(PLAIN, offload=None, channels_last=last))
         peaks[plan.settings.channels_last] = next(one.peak_bytes for one in plan.stages if one.name == "decode")
     assert 1.2 * peaks[True] < peaks[False]
