@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import gguf
@@ -66,7 +67,8 @@ def test_every_kind_has_the_bits_of_a_resident_run(kind: str, offload: str) -> N
 @pytest.mark.slow(30)
 @pytest.mark.parametrize(("family", "kind"), [("flux", "Q8_0"), ("qwen_image", "Q4_0")])
 def test_a_pipeline_is_planned_with_what_widening_takes(family: str, kind: str) -> None:
-    asked: dict[str, Any] = {"width": todays.SIZE, "height": todays.SIZE, "device": "cpu"}
+    few = dataclasses.replace(sd_lowvram.Settings.policy("diffusers-default"), offload=None, vae_tiles=None)
+    asked: dict[str, Any] = {"width": todays.SIZE, "height": todays.SIZE, "device": "cpu", "settings": few}
     pipe = getattr(todays, family)()
     in_blocks(pipe.transformer, kind)
     wanted = todays.picture(pipe)
