@@ -8,6 +8,7 @@ disk and ``resume`` makes that picture of them.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -112,14 +113,17 @@ def rows(
     where: Sequence[str] | None = None,
     faults: Sequence[str] = tuple(FAULTS),
     known: Collection[tuple[str, str]] = (),
+    there: Callable[..., Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """What became of a run for each fault at each place.
 
     Args:
         where: None: everywhere.
         known: places and faults that are left out.
+        there: what :func:`forked.forks_of` yields. None: forks of a process of their own.
     """
-    with tempfile.TemporaryDirectory() as folder, forks_of(HEAVILY, ENVIRONMENT) as run:
+    forks = forks_of(HEAVILY, ENVIRONMENT) if there is None else contextlib.nullcontext(there)
+    with tempfile.TemporaryDirectory() as folder, forks as run:
         model = Path(folder, "model")
         pipe: Any = load_pipeline(None, dtype=torch.float32)
         pipe.save_pretrained(model)
