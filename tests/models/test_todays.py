@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,6 +21,8 @@ from sd_lowvram.session import anatomy_of, attachments
 from sd_lowvram.units import GIB
 
 ASKED: dict[str, Any] = {"width": todays.SIZE, "height": todays.SIZE, "device": "cpu"}
+FIXED = sd_lowvram.Settings.policy("diffusers-default")
+"""All knobs, so that of each size that comes one way alone is traced."""
 SEEN = torch.rand(1, 3, todays.SIZE, todays.SIZE, generator=torch.Generator().manual_seed(5))
 
 
@@ -33,7 +35,7 @@ def reads(encoder: Any, tokens: int, hidden: bool = True, masked: bool = False, 
     return torch.as_tensor(out.hidden_states[-2] if hidden else out[0])
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """A family by one of its pipelines.
 
@@ -121,7 +123,7 @@ def least_of(pipe: Any) -> int:
 def test_every_budget_makes_the_same_picture_in_the_memory_that_was_planned(name: str) -> None:
     case, pipe, expected = CASES[name], loaded(name), plain(name)
     read = [look(getattr(pipe, part)) for part, look in case.reads.items()]
-    plenty = sd_lowvram.plan(pipe, vram="1GB", **ASKED)
+    plenty = sd_lowvram.plan(pipe, vram=f"{GIB} B", **ASKED)
     assert [stage.component for stage in plenty.stages] == [*case.reads, "transformer", "vae"]
     assert (plenty.request.passes, plenty.request.calls) == (case.passes, case.calls)
     least = least_of(pipe)
@@ -192,10 +194,6 @@ def test_the_stages_of_a_script_run_each_within_its_plan(name: str, models: dict
         sd_lowvram.plan(share(pipe, models, tuple(reads)), vram="64KiB", device="cpu")
 
 
-FIXED = sd_lowvram.Settings.policy("diffusers-default")
-"""All knobs, so that of each size that comes one way alone is traced."""
-
-
 def test_a_larger_picture_is_planned_anew_before_its_first_step_or_refused_there(name: str) -> None:
     pipe = loaded(name)
     expected = todays.picture(pipe, 160, 128)
@@ -249,11 +247,12 @@ def test_sd3s_table_of_positions_stays_in_host_memory() -> None:
     table = pipe.transformer.pos_embed.pos_embed
     whole = sum(tensor.nbytes for tensor in pipe.transformer.parameters())  # it is a buffer
     for way in ("component", "halves", "blocks", "layer"):
-        plan = sd_lowvram.optimize(pipe, vram="1GB", settings=sd_lowvram.Settings(offload=way), **ASKED)
+        streamed = dataclasses.replace(FIXED, offload=way)
+        plan = sd_lowvram.optimize(pipe, vram="1GB", settings=streamed, **ASKED)
         denoise = next(stage for stage in plan.stages if stage.name == "denoise")
         assert way == "component" or denoise.weights_bytes < whole + table.nbytes // 2
         assert torch.equal(todays.picture(pipe), expected) and pipe.transformer.pos_embed.pos_embed is table
-    split = sd_lowvram.Settings(offload="layer", split_layers=True)
+    split = dataclasses.replace(FIXED, offload="layer", split_layers=True)
     sd_lowvram.optimize(pipe, vram="1GB", settings=split, **ASKED)
     assert torch.allclose(todays.picture(pipe), expected, atol=1e-4)
 
@@ -272,12 +271,13 @@ def test_sd3_guides_by_skipped_layers_too() -> None:
 
 def test_runs_without_guidance_are_planned_for_fewer_rows_or_calls_and_anew_where_guidance_comes() -> None:
     pipe = loaded("z-image")
-    guided, plain = (sd_lowvram.plan(pipe, vram="4GB", guided=guides, **ASKED) for guides in (True, False))
+    asked = {"settings": FIXED, **ASKED}
+    guided, plain = (sd_lowvram.plan(pipe, vram="4GB", guided=guides, **asked) for guides in (True, False))
     held = [next(one.activation_bytes for one in each.stages if one.name == "denoise") for each in (guided, plain)]
     assert (guided.request.passes, plain.request.passes) == (2, 1) and held[1] < 0.75 * held[0]
-    assert sd_lowvram.plan(loaded("chroma"), guided=False, **ASKED).request.calls == 1
+    assert sd_lowvram.plan(loaded("chroma"), guided=False, **asked).request.calls == 1
     expected = todays.picture(pipe, guidance_scale=5.0)
-    plan = sd_lowvram.optimize(pipe, vram="4GB", guided=False, **ASKED)
+    plan = sd_lowvram.optimize(pipe, vram="4GB", guided=False, **asked)
     todays.picture(pipe, **todays.prompts(pipe, guided=False))
     assert attachments(pipe)[0].plan is plan
     assert todays.agrees(plan, todays.picture(pipe, guidance_scale=5.0), expected)
@@ -328,9 +328,8 @@ KINDS: list[tuple[Callable[[], Any], dict[str, Any]]] = [
 def test_pipelines_that_are_given_pictures(make: Callable[[], Any], options: dict[str, Any]) -> None:
     pipe = make()
     expected = todays.picture(pipe, **options)
-    first = sd_lowvram.plan(pipe, vram="1GB", **ASKED)
-    assert first.stages[0].name == "encode"
     plan = sd_lowvram.optimize(pipe, vram=f"{least_of(pipe)} B", **ASKED)
+    assert plan.stages[0].name == "encode"
     with sd_lowvram.measured(pipe) as run:
         assert todays.agrees(plan, todays.picture(pipe, **options), expected)
     assert attachments(pipe)[0].plan is plan
@@ -360,4 +359,4 @@ def test_pictures_that_klein_looks_at_are_planned_before_its_first_step() -> Non
 
 
 def test_klein_is_guided_unless_it_is_distilled() -> None:
-    assert sd_lowvram.plan(todays.klein(is_distilled=True), vram="1GB", **ASKED).request.calls == 1
+    assert sd_lowvram.plan(todays.klein(is_distilled=True), settings=FIXED, **ASKED).request.calls == 1
