@@ -114,7 +114,7 @@ def test_a_pipeline_of_diffusers_without_a_family_is_planned_by_its_call() -> No
     assert now.predicted.peak_bytes > plan.predicted.peak_bytes
 
 
-SHORT = ("flux", "img2img")
+SHORT = ("img2img",)
 """Kinds of ``make test``; ``make test-all`` has all."""
 
 
