@@ -141,7 +141,7 @@ assert made.settings.toy == 2 and made.fidelity.name == "APPROXIMATE"
 def test_a_knob_of_ours_is_one_file(tmp_path: Path) -> None:
     """A copy of the package with one file changed: the knob is a typed field, an option and in plans; its hook acts."""
     package = tmp_path / "sd_lowvram"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("model", "__pycache__"))
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("model"))
     file = package / "knobs" / "weights.py"
     before, head, fields = file.read_text().partition("@dataclass(")
     file.write_text(before + TOY + head + fields + TOY_FIELD)
