@@ -12,7 +12,6 @@ import atexit
 import bisect
 import contextlib
 import functools
-import math
 import sys
 import threading
 import weakref
@@ -61,12 +60,6 @@ _fractions: dict[int, float] = {}
 
 _stated: set[int] = set()
 """GPUs whose fraction the user has set while :func:`setter_followed` was active, for the same versions of torch."""
-
-
-def allowed_bytes(device: torch.device) -> float:
-    """Return the bytes that torch may reserve on a GPU; infinity without a limit."""
-    fraction = fraction_of(device)
-    return fraction * torch.cuda.get_device_properties(device).total_memory if fraction < 1 else math.inf
 
 
 def fraction_of(device: torch.device | int) -> float:

@@ -1,7 +1,7 @@
-"""Free cached segments of torch's allocator between calls on a GPU, where they would be in the way.
+"""Free cached segments of torch's allocator between stages on a GPU, where they would be in the way.
 
-Segments of a denoising step do not fit a decode, and segments that many steps have split fragment the next step. Plans
-count on stages that start without cached segments, and so does every step if the GPU has no memory to spare.
+Segments of a denoising step do not fit a decode. Plans count on stages that start without cached segments, and on steps
+that find those of the step before.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 
 from ..compat.private import take_matrix_workspaces
 from .accounts import tracing
-from .limit import allowed_bytes, libraries_noted
+from .limit import libraries_noted
 
 _stepping: dict[torch.device, weakref.ref[object]] = {}
 """The run whose step was the last call on each device; none after a call of another kind."""
 
 
 def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
-    """Free unused segments. Between two steps of one run this is done only if the GPU would run short without them.
+    """Free unused segments, but not between two steps of one run, each of which would allocate them anew.
 
     Args:
         device: a GPU. Call this in one thread at a time for a device.
@@ -30,7 +30,7 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
     last = _stepping.pop(device, None)
     if steps_of is not None:
         _stepping[device] = weakref.ref(steps_of)
-        if last is not None and last() is steps_of and not _is_short(device):
+        if last is not None and last() is steps_of:
             return
     torch.cuda.empty_cache()
     if torch.cuda.is_available():
@@ -38,15 +38,6 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
         # In the middle of a segment they would leave less than 10 MiB on either side.
         with libraries_noted(device):
             take_matrix_workspaces(device)
-
-
-def _is_short(device: torch.device) -> bool:
-    """Return True if free memory, without the cache, is below the largest cache overhead seen so far.
-
-    A process that is limited to a part of the GPU, as by a budget, counts the free memory of that part."""
-    most = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free, _ = torch.cuda.mem_get_info(device)
-    return min(free, allowed_bytes(device) - torch.cuda.memory_reserved(device)) < most
 
 
 def release_segments(device: torch.device) -> None:

@@ -195,22 +195,24 @@ def test_what_recording_leaves_of_its_libraries_is_counted_beside_the_decode(
     assert row.reserved <= row.planned_reserved + 2 * MIB
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_steps_begin_without_unused_segments_where_the_process_may_have_no_more(gpu: Any, kept: bool) -> None:
+def test_segments_are_freed_between_stages_and_not_between_steps_of_a_run(gpu: Any) -> None:
     class Run:
         pass
 
-    run = Run()
-    begin_stage(GPU)
-    torch.cuda.reset_peak_memory_stats()
+    def cached_after_next(steps_of: object | None) -> int:
+        torch.empty(200 * MIB, dtype=torch.uint8, device=GPU)  # ends at once, and is cached
+        begin_stage(GPU, steps_of)
+        return torch.cuda.memory_reserved() - held
+
+    run, other = Run(), Run()
     begin_stage(GPU, run)
     held = torch.cuda.memory_reserved()
-    torch.empty(200 * MIB, dtype=torch.uint8, device=GPU)  # ends at once, and is cached
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((held + 201 * MIB) / total if kept else 1.0)
+    torch.cuda.set_per_process_memory_fraction((held + 201 * MIB) / total)  # also where there is no memory to spare
     try:
-        begin_stage(GPU, run)
-        assert torch.cuda.memory_reserved() - held == (0 if kept else 200 * MIB)
+        assert cached_after_next(run) == 200 * MIB
+        assert [cached_after_next(steps_of) for steps_of in (other, None, run)] == [0, 0, 0]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+        gpu.kernels.forget()  # workspaces, in whose segments tensors of other tests would lie
         torch.cuda.empty_cache()
