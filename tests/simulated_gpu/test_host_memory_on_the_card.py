@@ -194,6 +194,32 @@ def test_a_run_locks_no_more_than_planned(
     assert not any(tensor.is_pinned() for tensor in pipe.unet.parameters())
 
 
+@pytest.mark.rare
+@pytest.mark.parametrize("way", [*RUNS, "mapped blocks"])
+def test_ten_pictures_hold_no_more_than_the_second(
+    gpu: Any, before: int, pipe: Any, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers import StableDiffusionPipeline
+    from host_memory import anonymous_bytes
+
+    monkeypatch.setattr(request, "rates_of", lambda device: profile("rtx3060"))
+    mapping, _, name = way.rpartition(" ")
+    if mapping:
+        pipe.save_pretrained(tmp_path)
+        pipe = StableDiffusionPipeline.from_pretrained(tmp_path)
+        pipe.set_progress_bar_config(disable=True)
+    sd_lowvram.optimize(pipe, vram="2GB", ram="512MB", width=64, height=64, device=GPU, settings=RUNS[name])
+    locked, own = [], []
+    for _ in range(10):
+        run(pipe, {})
+        gc.collect()
+        locked.append((gpu.card.pinned, gpu.card.pinned_peak))
+        own.append(anonymous_bytes())
+    sd_lowvram.restore(pipe)
+    assert len(set(locked[1:])) == 1
+    assert max(own) <= own[1] + 8 * MIB
+
+
 def test_a_mapped_file_needs_the_ring_alone(gpu: Any, before: int, pipe: Any, tmp_path: Path) -> None:
     pipe.unet.save_pretrained(tmp_path)
     with mapped(tmp_path) as unet, host_budget(RING_BYTES + 3 * MIB):
