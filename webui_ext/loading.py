@@ -81,7 +81,13 @@ def room_for_weights(plan: Plan) -> int | None:
 
 def free_with_weights(model: Any) -> int:
     """Bytes that are free on the device, or would be without the weights of ``model``."""
-    return _free() + _here([*host.anatomy(model).components.values(), *_texts(model)])
+    return _free() + model_bytes(model)[0]
+
+
+def model_bytes(model: Any) -> tuple[int, int]:
+    """Bytes of the weights of ``model``, text encoders included, that are on the device, and of all."""
+    parts = [*host.anatomy(model).components.values(), *_texts(model)]
+    return _here(parts), weight_bytes(*parts)
 
 
 def managing() -> Any:

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from modules import processing
+
 from sd_lowvram.patches import Patch, wrap
 from sd_lowvram.planning.search import Plan
 
@@ -44,6 +46,26 @@ def limit_weights(model: Any, plan: Plan) -> Iterator[Patch]:
     kept = {name: max(least[name], getattr(managing, name)()) for name in least if hasattr(managing, name)}
     for name, number in kept.items():  # known before either is set, as the host computes the first from the second
         yield wrap(managing, name, functools.partial(_constant, number), "limit")
+
+
+def unload_excess(model: Any, plan: Plan) -> bool:
+    """Unload the models of Forge, which leaves loaded what is loaded, if a stated budget has no room for them.
+
+    Returns:
+        True if Forge will then load less of the model than it would without the budget.
+    """
+    managing, capacity = loading.managing(), loading.room_for_weights(plan)
+    if capacity is None or not hasattr(managing, "current_inference_memory"):
+        return False
+    here, whole = loading.model_bytes(model)
+    if here > capacity:
+        managing.unload_all_models()
+    return whole > capacity
+
+
+def load_anew() -> None:
+    """Unload Forge's models before its next generation, as it does after a change of its own setting."""
+    processing.need_global_unload = True
 
 
 def _constant(number: float, original: Callable[..., float]) -> float:

@@ -45,7 +45,7 @@ from .estimate import (
     plain_reasons,
     tile_reasons,
 )
-from .memory_estimate import limit_weights, lower_estimates
+from .memory_estimate import limit_weights, load_anew, lower_estimates, unload_excess
 from .picture import Generation, requested_picture, side
 from .refusal import Refused, refuse_errors
 
@@ -294,6 +294,7 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
     """Attach ``plan`` in place of what is attached, and report it in the log."""
     settings = _attachable(model, plan.settings)
     target = host.plannable_anatomy(model)
+    limited = not _running and unload_excess(model, plan)  # within a run, the host has loaded what runs
     coming = Attachment(anatomy_of(target), settings, plan.request.device)
     models = [*coming.modules(), *(module for running in _running for module in running.attachment.modules())]
     with (
@@ -307,6 +308,8 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
         attachment.plan = plan
         attachment.add(lower_estimates(model, plan))
         attachment.add(limit_weights(model, plan))
+        if limited:
+            stack.callback(load_anew)
         attachment.add(fallback(attachment.anatomy, functools.partial(_leaner, model, chosen, picture)))
         again = functools.partial(_replan, model, chosen, picture)
         attachment.add(watch_sizes(attachment.anatomy, plan.request, again))

@@ -860,6 +860,14 @@ def test_a_stated_budget_limits_the_weights_that_forge_loads(
     )
     request = dataclasses.replace(plan.request, vram=vram, fills=bool(budget))
     plan = dataclasses.replace(plan, stages=stages, request=request)
+    unloaded: list[str] = []
+    managing.unload_all_models = lambda: unloaded.append("all")  # type: ignore[attr-defined]
+    assert not memory.unload_excess(model, plan)
+    managing.current_inference_memory = 1 << 30  # type: ignore[attr-defined] # in Forge, which leaves loaded what is
+    assert memory.unload_excess(model, plan) == (kept == 60)
+    with monkeypatch.context() as loaded:
+        loaded.setattr(loading, "model_bytes", lambda model: (19 << 20, 19 << 20))
+        assert memory.unload_excess(model, plan) == (kept == 60) and len(unloaded) == (kept == 60)
     undo = [set_patch(patch) for patch in memory.limit_weights(model, plan)]
     free = [managing.minimum_inference_memory() >> 20, managing.extra_reserved_memory() >> 20]
     assert free == ([1000 - (kept - 50), 1000 - (kept - 50) - 25] if kept else [1, 1])
