@@ -336,13 +336,16 @@ def test_below_what_fits_a_plan_does_less_and_says_so(server) -> None:
     entry = server.run(made)
     told = {number: entry["outputs"][number]["text"][0].splitlines() for number in (*budgets, "20")}
     assert [told[number][0].split(":")[0] for number in budgets] == 2 * ["fits"] + 2 * ["above the budget"]
-    rows = [next(line[9:19].split() for line in told[number] if line.startswith("a step ")) for number in budgets]
-    planned = [float(size) if unit == "MiB" else 1024 * float(size) for size, unit in rows]
+
+    def line(number: str, begins: str) -> str:
+        return next(one for one in told[number] if one.startswith(begins))
+
+    planned = [parse_size(re.findall(r"[\d.]+ [MG]iB", line(number, "a step "))[0]) for number in budgets]
     assert planned == sorted(planned, reverse=True), planned
-    for line in told["12"], told["20"]:
-        assert line[1].startswith("largest moment: ") and "CLIP" in line[2]
-    assert "model 3.2" in told["12"][1] and re.search("VAE 319 MiB.*ComfyUI", told["12"][2])
-    assert told["20"][0].startswith("above the budget: ") and "VAE 319 MiB" in told["20"][1]
+    assert "model 3.2" in line("12", "largest moment: ") and "VAE 319 MiB" in line("20", "largest moment: ")
+    assert all("CLIP" in line(number, "also loaded: ") for number in ("12", "20"))
+    assert re.search("VAE 319 MiB.*ComfyUI", line("12", "also loaded: "))
+    assert told["20"][0].startswith("above the budget: ")
     assert server.lines("sd-lowvram: decode .* is above the budget: .* of 290 MiB")
     pictures = server.pictures(entry)
     assert all((far(pictures["7"], pictures[number]) <= 1).mean() >= 0.999 for number in ("209", "319"))
