@@ -270,10 +270,10 @@ _PLACES = {"text": 0, "encode": 0, "control": 1, "denoise": 1, "decode": 2}
 class Bound:
     """The budget of one plan on a GPU, and the calls that it limits.
 
-    A call begins a new run if its stage comes before the stage of the last call, or if much was allocated or freed
-    since a call of the same stage. Unplanned tensors are counted at that
-    call, and their number of bytes stays the same during the run. The limit is this number plus the budgets of all
-    attached plans that have run on the GPU, less the driver's context.
+    A call begins a new run if its stage comes before the stage of the last call; or if much was allocated or freed
+    since a call of the same stage, and since the same model was called (a ControlNet's maps end between its calls).
+    Unplanned tensors are counted at that call, and their number of bytes stays the same during the run. The limit is
+    this number plus the budgets of all attached plans that have run on the GPU, less the driver's context.
     """
 
     def __init__(
@@ -299,6 +299,7 @@ class Bound:
         self._card = _cards.setdefault(_index(device), _Card(_index(device)))
         self._last: int | None = None
         self._left = self._running = 0
+        self._allocated: dict[tuple[str, str], int] = {}
         self._following = contextlib.ExitStack()
         self._following.enter_context(setter_followed())
 
@@ -321,10 +322,13 @@ class Bound:
             return
         place = self._place(component, entry)
         self._card.plans.add(self)
-        if not self._running and self._begins(place):
+        allocated, called = torch.cuda.memory_allocated(self._card.index), (component, entry)
+        levels = self._left, self._allocated.get(called, self._left)
+        if not self._running and self._begins(place, min(abs(allocated - level) for level in levels)):
+            self._allocated.clear()
             leaves = tree_flatten(inputs)[0]
             self._card.measure_unplanned(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        self._last = place
+        self._last, self._allocated[called] = place, allocated
         budgets = sum(bound.budget_bytes for bound in list(self._card.plans))
         call = object()
         self._running += 1
@@ -344,7 +348,5 @@ class Bound:
         name = entry if entry in _PLACES else self._stages.get(component, "")
         return _PLACES.get(name, self._last or 0)
 
-    def _begins(self, place: int) -> bool:
-        if self._last is None or place < self._last:
-            return True
-        return place == self._last and abs(torch.cuda.memory_allocated(self._card.index) - self._left) > _NOTICED
+    def _begins(self, place: int, changed_bytes: int) -> bool:
+        return self._last is None or place < self._last or (place == self._last and changed_bytes > _NOTICED)

@@ -125,6 +125,31 @@ def test_what_no_plan_counts_is_added_and_is_gone_with_its_tensors(
     assert {round((limit - left) / MIB) for limit in calls.limits} == {200}
 
 
+def test_maps_of_a_controlnet_begin_no_run(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipeline holds those of a step until it has the next ones."""
+    counted: list[int] = []
+    measure = limit._Card.measure_unplanned
+    monkeypatch.setattr(limit._Card, "measure_unplanned", lambda *given: counted.append(1) or measure(*given))
+    bound = limit.Bound(GPU, 1 << 30, 0, {"text_encoder": "text", "controlnet": "control", "unet": "denoise"}, [])
+    try:
+        for run in range(2):
+            with bound.during("text_encoder", "forward", ()):
+                pass
+            maps = None
+            for _ in range(3):
+                with bound.during("controlnet", "forward", ()):
+                    new = torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
+                maps = new
+                del new
+                with bound.during("unet", "forward", (maps,)):
+                    pass
+            assert len(counted) == run + 1
+            del maps
+    finally:
+        bound.close()
+        torch.cuda.empty_cache()
+
+
 def test_a_model_alone(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
     calls, left = Calls(pipe), unplanned()
     sd_lowvram.optimize(pipe.unet, **planned)
