@@ -434,18 +434,21 @@ def _guided(way: str, model: Any, given: tuple[Any, Any], latents: Any, steps: i
 
     third = conditions(model, seed=2)[0]
     if way == "Perp-Neg":
-        guider = _first(PerpNegGuider.execute(model, *given, third, 5.0, 1.0))
+        guider = first_output(PerpNegGuider, model, *given, third, 5.0, 1.0)
     else:
-        guider = _first(custom.DualCFGGuider.execute(model, given[0], third, given[1], 5.0, 3.0, "regular"))
-    noise, sampler = _first(custom.RandomNoise.execute(7)), _first(custom.KSamplerSelect.execute("euler"))
-    sigmas = _first(custom.BasicScheduler.execute(model, "normal", steps, 1.0))
+        guider = first_output(custom.DualCFGGuider, model, given[0], third, given[1], 5.0, 3.0, "regular")
+    noise, sampler = first_output(custom.RandomNoise, 7), first_output(custom.KSamplerSelect, "euler")
+    sigmas = first_output(custom.BasicScheduler, model, "normal", steps, 1.0)
     with torch.inference_mode():
-        made = custom.SamplerCustomAdvanced.execute(noise, guider, sampler, sigmas, latents)
-    return _first(made)["samples"]
+        made = first_output(custom.SamplerCustomAdvanced, noise, guider, sampler, sigmas, latents)
+    return made["samples"]
 
 
-def _first(made: Any) -> Any:
-    return made.result[0]
+def first_output(kind: Any, *inputs: Any) -> Any:
+    """The first output of a stock node; in ComfyUI 0.3.64 some have no ``execute``, but a method that they name."""
+    if hasattr(kind, "execute"):
+        return kind.execute(*inputs).result[0]
+    return getattr(kind(), kind.FUNCTION)(*inputs)[0]
 
 
 def control_net() -> Any:
