@@ -87,7 +87,11 @@ def test_sdxl_keeps_the_budget(sdxl: Server, asked: dict[str, Any]) -> None:
     assert any(one["peak"] + one["held"] > budget for one in bare if one["stage"] == "denoise"), (budget, bare)
 
 
-NARROWER = {"a1111": [("fp8",)], "forge": [("--unet-in-fp16",), ("--unet-in-fp8-e4m3fn",)]}
+NARROWER = {
+    "a1111": [("fp8",)],
+    "forge": [("--unet-in-fp16",), ("--unet-in-fp8-e4m3fn",)],
+    "neo": [("--fp16-unet",), ("--fp8_e4m3fn-unet",)],
+}
 """Ways to store the UNet's weights in a narrower type than it computes in: a setting, or flags of the host."""
 
 
@@ -96,7 +100,7 @@ def narrower(data: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     if not (data / MODELS / "first.safetensors").exists():
         webui_data.add_checkpoint(data, "first")
     flags = request.param if KIND != "a1111" else ("--disable-nan-check",)
-    with running(data, "first", *flags) as s:
+    with test_webui.running(data, *flags) as s:
         s.ask("/sdapi/v1/options", {"live_previews_enable": False})
         if KIND == "a1111":
             s.ask("/sdapi/v1/options", {"fp8_storage": "Enable"})

@@ -55,6 +55,7 @@ def add_extension(place: Path) -> None:
     """The extension as users get it, with what is changed here and not committed yet."""
     clone = place / "extensions" / NAME
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    subprocess.run(["git", "-C", str(clone), "checkout", "--quiet", "-B", "main"], check=True)  # hosts ask for a branch
     changed = ["git", "ls-files", "--modified", "--others", "--exclude-standard"]
     listed = subprocess.run(changed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(lambda one: (ROOT / one).is_file(), listed.splitlines()):
