@@ -322,7 +322,7 @@ class Bound:
             return
         place = self._place(component, entry)
         self._card.plans.add(self)
-        allocated, called = torch.cuda.memory_allocated(self._card.index), (component, entry)
+        allocated, called = self._beside_buffers(), (component, entry)
         levels = self._left, self._allocated.get(called, self._left)
         if not self._running and self._begins(place, min(abs(allocated - level) for level in levels)):
             self._allocated.clear()
@@ -341,7 +341,11 @@ class Bound:
         finally:
             self._running -= 1
             self._card.end(call)
-            self._left = torch.cuda.memory_allocated(self._card.index)
+            self._left = self._beside_buffers()
+
+    def _beside_buffers(self) -> int:
+        """Bytes that are allocated on the GPU besides buffers of weights, which come and go within a run."""
+        return torch.cuda.memory_allocated(self._card.index) - sum(_live_buffers(self._card.index).values())
 
     def _place(self, component: str, entry: str) -> int:
         """The place of a call in a run; for a model that has no stage, the place of the last call."""

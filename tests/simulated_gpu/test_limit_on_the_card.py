@@ -135,16 +135,19 @@ def test_maps_of_a_controlnet_begin_no_run(gpu: Any, monkeypatch: pytest.MonkeyP
         for run in range(2):
             with bound.during("text_encoder", "forward", ()):
                 pass
-            maps = None
-            for _ in range(3):
+            maps = buffer = None
+            for step in range(4):
                 with bound.during("controlnet", "forward", ()):
+                    if step == 1:  # weights have been followed for a step
+                        buffer = torch.empty(256 * MIB, dtype=torch.uint8, device=GPU)
+                        limit.note_buffer(buffer)
                     new = torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
                 maps = new
                 del new
                 with bound.during("unet", "forward", (maps,)):
                     pass
             assert len(counted) == run + 1
-            del maps
+            del maps, buffer
     finally:
         bound.close()
         torch.cuda.empty_cache()
