@@ -97,22 +97,9 @@ def limit_weights(
     ranges: list[Any] = []
 
     def after_load(*loaded: Any) -> None:
-        weights = range_of(patcher)
-        if weights is None:  # it computes on the processor
-            return
-        ranges.append(weights)
-        try:
-            free = (
-                capacity - int(patcher.model.model_loaded_weight_memory) - _other_model_bytes(patcher, capacity, ranges)
-            )
-            if weights.offset > free:
-                free -= InRange.buffers(layer_bytes(patcher.model))
-            size = InRange.pages(free)
-            weights.set_watermark(size)
-        except (RuntimeError, AttributeError, TypeError) as error:  # a bound is not a reason to fail the host's load
-            warn(f"dynamic VRAM refused to limit the weights ({error}): they may use all free VRAM")
-            return
-        report(size)
+        size = _limit_range(patcher, capacity, ranges, warn)
+        if size is not None:
+            report(size)
 
     patcher.add_callback_with_key(CallbacksMP.ON_LOAD, _KEY, after_load)
     try:
@@ -121,6 +108,49 @@ def limit_weights(
         patcher.remove_callbacks_with_key(CallbacksMP.ON_LOAD, _KEY)
         for weights in dict.fromkeys(ranges):
             _open(weights, warn)
+
+
+def limit_each_load(patcher: Any, capacity: Callable[[], int], warn: Callable[[str], None]) -> None:
+    """Limit the weights of ``patcher`` and of its clones to ``capacity()`` bytes, behind each of their loads.
+
+    A range is open again from the next load on that is of no such patcher.
+    """
+    if not is_dynamic(patcher):
+        return
+    if RENAMED:
+        warn(UNBOUND)
+        return
+    from comfy.patcher_extension import CallbacksMP
+
+    def after_load(loaded: Any, *_: Any) -> None:
+        _limit_range(loaded, capacity(), [], warn)
+
+    patcher.add_callback_with_key(CallbacksMP.ON_LOAD, _KEY, after_load)
+
+
+def _limit_range(patcher: Any, capacity: int, ranges: list[Any], warn: Callable[[str], None]) -> int | None:
+    """Limit the range of ``patcher``, which was loaded, so that all models hold ``capacity`` bytes.
+
+    Args:
+        ranges: gets the ranges that are limited, or of which pages were freed.
+
+    Returns:
+        Bytes of the limit; None if there is none, as the model computes on the processor or the library refused.
+    """
+    weights = range_of(patcher)
+    if weights is None:
+        return None
+    ranges.append(weights)
+    try:
+        free = capacity - int(patcher.model.model_loaded_weight_memory) - _other_model_bytes(patcher, capacity, ranges)
+        if weights.offset > free:
+            free -= InRange.buffers(layer_bytes(patcher.model))
+        size = InRange.pages(free)
+        weights.set_watermark(size)
+    except (RuntimeError, AttributeError, TypeError) as error:  # a bound is not a reason to fail the host's load
+        warn(f"dynamic VRAM refused to limit the weights ({error}): they may use all free VRAM")
+        return None
+    return size
 
 
 def _open(weights: Any, warn: Callable[[str], None]) -> None:

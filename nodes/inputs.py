@@ -39,6 +39,7 @@ BUDGET_OF_VAE = (
 )
 MODEL = ("MODEL", {"tooltip": "the model from its loader or a LoRA"})
 VAE = ("VAE", {"tooltip": "a VAE of SD1.x, SD2.x, SDXL, SD3, FLUX, Qwen-Image, Wan or a model that uses one of these"})
+CLIP = ("CLIP", {"tooltip": "the text encoder, to limit its weights too; not connected: ComfyUI's own limit"})
 SETTINGS = ("LOWVRAM_SETTINGS", {"tooltip": "from Low VRAM Settings; not connected: the plan chooses"})
 BATCH = ("INT", {"default": 1, "min": 1, "max": 4096, "tooltip": "pictures made at the same time"})
 STEPS = (

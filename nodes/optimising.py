@@ -8,12 +8,13 @@ from ..sd_lowvram.errors import BudgetError
 from ..sd_lowvram.knob import FIDELITIES
 from . import host
 from .autoencoder import optimized_vae
-from .inputs import BUDGET, MODEL, SAVE_LATENTS, SETTINGS, VAE, checked_budget, knob_inputs, settings_of
+from .inputs import BUDGET, CLIP, MODEL, SAVE_LATENTS, SETTINGS, VAE, checked_budget, knob_inputs, settings_of
 from .interfaces import HostVAE, ModelPatcher
 from .node_request import ChosenSettings, NodeRequest, PlanRecord, settings_or_default
 from .refusals import UnservedVAEError
 from .report_text import verdict
 from .sampling import foresee_sampling, optimized_model
+from .text_encoder import limited_clip
 
 CATEGORY = "low-vram"
 ALIASES = ("vram", "memory", "low memory", "out of memory", "oom", "budget", "offload", "low")
@@ -21,7 +22,7 @@ ALIASES = ("vram", "memory", "low memory", "out of memory", "oom", "budget", "of
 
 
 class LowVRAM:
-    """MODEL and VAE within a budget; all else in the workflow stays stock."""
+    """MODEL, VAE and CLIP within a budget; all else in the workflow stays stock."""
 
     DESCRIPTION = (
         "Keeps model and VAE within a VRAM budget, with the same picture. Uses the fastest settings that fit the "
@@ -30,19 +31,20 @@ class LowVRAM:
     CATEGORY = CATEGORY
     SEARCH_ALIASES = ALIASES
     FUNCTION = "optimize"
-    RETURN_TYPES = ("MODEL", "VAE", "LOWVRAM_PLAN")
-    RETURN_NAMES = ("model", "vae", "plan")
+    RETURN_TYPES = ("MODEL", "VAE", "LOWVRAM_PLAN", "CLIP")
+    RETURN_NAMES = ("model", "vae", "plan", "clip")
     OUTPUT_TOOLTIPS = (
         "the model for the sampler, or for nodes that patch it",
         "the VAE; VAE Decode and VAE Encode then run exactly, within the budget",
         "the plan, and the measured run: for Report",
+        "the text encoder, if one is connected; its weights stay within the budget while it encodes",
     )
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {"model": MODEL, "vae": VAE, "budget": BUDGET},
-            "optional": {"settings": SETTINGS},
+            "optional": {"settings": SETTINGS, "clip": CLIP},
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
@@ -56,6 +58,7 @@ class LowVRAM:
         vae: HostVAE,
         budget: str,
         settings: ChosenSettings | None = None,
+        clip: Any = None,
         unique_id: str | None = None,
     ) -> dict[str, Any]:
         node_request = NodeRequest(budget, settings_or_default(settings).settings)
@@ -72,7 +75,10 @@ class LowVRAM:
                 shown = verdict(record)
             except BudgetError as error:  # the sampler may come with a smaller size
                 shown = f"does not fit at the model's own size: {error}"
-        return {"ui": {"text": [shown]}, "result": (optimized, made_vae, record)}
+        return {
+            "ui": {"text": [shown]},
+            "result": (optimized, made_vae, record, limited_clip(clip, budget, record.warn)),
+        }
 
 
 class LowVRAMSettings:

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 PAGE = 1 << 20
 """As the models are narrow: the library's own are 32 times as large."""
 CARD = torch.device("cuda", 0)
-BUDGET, DECODES = "540MiB", "640MiB"
+BUDGET, DECODES, CLIP = "540MiB", "640MiB", "1000MiB"
 
 
 class Entry:
@@ -230,8 +230,8 @@ def _runs(library: Library, nodes: dict[str, Any], models: list[Any], vae: Any) 
     model, other, clip = map(dynamic, models)
     vae.device, vae.patcher = CARD, dynamic(vae.first_stage_model)
     low = nodes["LowVRAM"]()
-    made, _, record = low.optimize(model, vae, BUDGET)["result"]
-    _, made_vae, decoding = low.optimize(model, vae, DECODES)["result"]
+    made, _, record, _ = low.optimize(model, vae, BUDGET)["result"]
+    _, made_vae, decoding, _ = low.optimize(model, vae, DECODES)["result"]
     second = low.optimize(other, vae, BUDGET)["result"][0]
     found: dict[str, Any] = {"calls": {}}
 
@@ -264,7 +264,12 @@ def _runs(library: Library, nodes: dict[str, Any], models: list[Any], vae: Any) 
     told("without our node", lambda: Guider(model).sample(run))
     found["renamed"] = importlib.import_module(".nodes.dynamic_vram", inside.pack_name()).renamed()
     found["left"] = [one.pages - one.watermark for one in library.ranges]
-    patchers = (model, made, other, second, vae.patcher)
+    reader = types.SimpleNamespace(patcher=clip)
+    reader.clone = lambda: types.SimpleNamespace(patcher=clip.clone())
+    limited = low.optimize(model, vae, CLIP, clip=reader)["result"][3].patcher
+    for name, one in (("encode", limited), ("encode of a clone", limited.clone()), ("encode as ever", clip)):
+        told(name, functools.partial(management.load_models_gpu, [one]))
+    patchers = (model, made, other, second, vae.patcher, clip)
     found["callbacks"] = [key for one in patchers for key in one.callbacks.get(CallbacksMP.ON_LOAD, {})]
     found["pages"] = {
         one.model.dynamic_vbars[CARD]._ptr - 1: -(-one.model.dynamic_vbars[CARD].offset // PAGE)

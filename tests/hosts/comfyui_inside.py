@@ -208,7 +208,7 @@ def our_nodes() -> dict[str, Any]:
 def ours(nodes: dict[str, Any], model: Any, **knobs: Any) -> tuple[Any, Any]:
     """What Low VRAM makes of a MODEL within more than it can use, and its record."""
     settings = nodes["LowVRAMSettings"]().choose(**knobs)[0]
-    made, _, record = nodes["LowVRAM"]().optimize(model, _some_vae(), "1024GB", settings)["result"]
+    made, _, record, _ = nodes["LowVRAM"]().optimize(model, _some_vae(), "1024GB", settings)["result"]
     return made, record
 
 

@@ -41,7 +41,7 @@ def main(host: str) -> None:
 
 
 def _run(nodes: dict[str, Any], bound: Any, patcher: Any, vae: Any, budget: str, stock: torch.Tensor) -> dict[str, Any]:
-    made, _, record = nodes["LowVRAM"]().optimize(patcher, vae, budget)["result"]
+    made, _, record, _ = nodes["LowVRAM"]().optimize(patcher, vae, budget)["result"]
     pictures = inside.sample(made, side=SIDE, steps=2)
     weights, plan = bound.range_of(patcher), record.plans["denoise"]
     (stage,) = (one for one in plan.stages if one.name == "denoise")

@@ -37,7 +37,7 @@ def _facts(nodes: dict[str, Any], kind: str) -> dict[str, Any]:
     model, vae = inside.model(kind), inside.autoencoder("flux")
     plan = nodes["LowVRAMPlan"]().plan(model, vae, "1024GB", 128, 128, 1, 20)["result"][0]
     stock = inside.sample(model, steps=2)
-    made, _, record = nodes["LowVRAM"]().optimize(model, vae, "1024GB")["result"]
+    made, _, record, _ = nodes["LowVRAM"]().optimize(model, vae, "1024GB")["result"]
     far = inside.far(stock, inside.sample(made, steps=2))
     report = nodes["LowVRAMReport"]().report(torch.zeros(1, 8, 8, 3), record)["result"][0]
     stage = next(one for one in record.plans["denoise"].stages if one.name == "denoise")
@@ -65,7 +65,7 @@ def prompts(nodes: dict[str, Any]) -> dict[str, dict[str, Any]]:
         stock, calls = inside.sample(model, several=way), inside.CALLS[:]
         for room in ("all", "fewer"):
             budget = "1024GB" if room == "all" else f"{found[f'{way}, all']['needed'] - 1}B"
-            made, _, record = nodes["LowVRAM"]().optimize(model, vae, budget)["result"]
+            made, _, record, _ = nodes["LowVRAM"]().optimize(model, vae, budget)["result"]
             far = inside.far(stock, inside.sample(made, several=way))
             plan = record.plans["denoise"]
             stage = next(one for one in plan.stages if one.name == "denoise")
@@ -90,7 +90,7 @@ def times(nodes: dict[str, Any]) -> dict[str, Any]:
     from comfy_extras.nodes_context_windows import WanContextWindowsManualNode as Windows
 
     model, vae = inside.model("flux"), inside.autoencoder("flux")
-    made, _, record = nodes["LowVRAM"]().optimize(model, vae, "1024GB")["result"]
+    made, _, record, _ = nodes["LowVRAM"]().optimize(model, vae, "1024GB")["result"]
     found = {}
     for name in SAMPLER_NAMES:
         with _foretold(record) as told:
@@ -98,7 +98,7 @@ def times(nodes: dict[str, Any]) -> dict[str, Any]:
         found[name] = {"told": told, "calls": len(inside.CALLS)}
     film = inside.model("wan")
     windows = inside.first_output(Windows, film, 17, 4, "standard_static", 1, False, "pyramid", False)
-    made, _, record = nodes["LowVRAM"]().optimize(windows, vae, "1024GB")["result"]
+    made, _, record, _ = nodes["LowVRAM"]().optimize(windows, vae, "1024GB")["result"]
     frames = {"samples": torch.zeros(1, 16, 13, inside.SIDE, inside.SIDE)}
     with _foretold(record) as told:
         inside.sample(made, steps=3, start=frames)

@@ -195,6 +195,15 @@ def test_dynamic_vram_is_bounded_behind_each_load_and_open_again_afterwards(dyna
     assert sorted(calls[behind + 1 :]) == sorted(("all", of) for of in {name, *made_room})
 
 
+@pytest.mark.parametrize("run", ["encode", "encode of a clone"])
+def test_the_weights_of_a_text_encoder_are_limited_behind_each_load(dynamic, run) -> None:
+    calls = [(what, str(of)) for what, of in dynamic["calls"][run]]
+    assert calls[0] == ("load", CLIP)
+    (bound,) = (what for what, of in calls if isinstance(what, int) and of == CLIP)
+    assert 0 < bound < dynamic["pages"][CLIP]
+    assert dynamic["calls"]["encode as ever"] == [["load", int(CLIP)]]
+
+
 def test_all_that_the_bound_takes_of_the_host_is_there(dynamic) -> None:
     assert dynamic["renamed"] == []
 

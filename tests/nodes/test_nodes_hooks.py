@@ -70,9 +70,9 @@ def choose(pack: Any, **knobs: Any) -> Any:
 
 
 def shown_and_given(pack: Any, model: Patcher, vae: Any, budget: str = "", **knobs: Any) -> tuple[str, Any]:
-    """What Low VRAM shows, and its outputs."""
+    """What Low VRAM shows, and its model, VAE and record."""
     out = pack.NODE_CLASS_MAPPINGS["LowVRAM"]().optimize(model, vae, budget, choose(pack, **knobs))
-    return out["ui"]["text"][0], out["result"]
+    return out["ui"]["text"][0], out["result"][:3]
 
 
 def optimize(pack: Any, model: Patcher, budget: str = "") -> tuple[Patcher, Any]:
@@ -635,6 +635,22 @@ def test_a_bound_that_dynamic_vram_refuses_is_told_and_leaves_nothing(pack, part
         Guider(mine, TEXT, seen).sample(NOISE)
     assert [said in note for note in record.notes] == [True]
     assert weights.watermark == weights.max_size and not mine.callbacks["on_load"]
+
+
+@pytest.mark.parametrize("budget", ["2GB", ""])
+def test_the_weights_of_a_clip_are_limited_to_a_stated_budget_at_each_load(pack, model, vae, budget) -> None:
+    weights = Range(lambda size: False)
+    weights.offset = 1 << 33
+    clip = types.SimpleNamespace(patcher=DynamicPatcher(torch.nn.Linear(64, 64), weights))
+    clip.clone = lambda: types.SimpleNamespace(patcher=clip.patcher.clone())
+    low = pack.NODE_CLASS_MAPPINGS["LowVRAM"]()
+    made = low.optimize(model, vae, budget, clip=clip)["result"][3]
+    made.patcher.load()
+    least = (2 << 30) - (1 << 30)  # context, 512 MiB of intermediate results, buffers of copies, whole pages
+    assert least <= weights.watermark < least + (128 << 20) if budget else weights.watermark == weights.max_size
+    clip.patcher.load()
+    assert weights.watermark == weights.max_size
+    assert low.optimize(model, vae, budget)["result"][3] is None
 
 
 @pytest.mark.parametrize("gone", ["comfy_aimdo.model_vbar.ModelVBAR.set_watermark", ""])

@@ -108,7 +108,7 @@ def optimized(pack: Any, model: Any, **knobs: Any) -> tuple[Any, Any]:
     """What Low VRAM makes of a MODEL, and its record."""
     nodes, vae = pack.NODE_CLASS_MAPPINGS, comfy_host.VAE(tiny.components("sd15")["vae"])
     settings = nodes["LowVRAMSettings"]().choose(**knobs)[0]
-    made, _, record = nodes["LowVRAM"]().optimize(model, vae, "8GB", settings)["result"]
+    made, _, record, _ = nodes["LowVRAM"]().optimize(model, vae, "8GB", settings)["result"]
     return made, record
 
 
