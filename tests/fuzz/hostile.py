@@ -180,7 +180,8 @@ def pngs(draw: st.DrawFn) -> bytes:
         chunk(draw(st.sampled_from([b"acTL", b"PLTE", b"fcTL", b"tRNS"])), draw(st.binary(max_size=30))),
     ]
     chosen = draw(st.lists(st.sampled_from(texts), max_size=3))
-    rows = bytes((width * 3 + 1) * height) if width * height <= 4096 else b"\0" * 100
+    size = (width * 3 + 1) * height
+    rows = bytes(size if size <= 3 * 4096 + 64 else 100)
     body = b"".join([chunk(b"IHDR", header), *chosen, chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")])
     return b"\x89PNG\r\n\x1a\n" + body
 
