@@ -126,9 +126,9 @@ def onednn_bytes(image: Tensor, weight: Tensor, result: Tensor, groups: int, las
         return _padded_size(weight.nbytes, channels, _COLUMNS) + scratch + (threads + 1) * _PAGE
     if half and math.prod(kernel) == 1:
         return image.nbytes + weight.nbytes + 2 * result.nbytes + scratch
-    if half:
-        return max(image.nbytes + weight.nbytes + scratch, 2 * result.nbytes)
     blocks = threads * _FEW if channels % _LANES else 0
+    if half:
+        return max(image.nbytes + weight.nbytes + max(scratch, blocks), 2 * result.nbytes)
     return max(
         image.nbytes + _padded_size(weight.nbytes, channels, 2 * _LANES) + padded - result.nbytes + blocks, padded
     )

@@ -185,7 +185,11 @@ def test_in_bfloat16_the_bits_are_the_plain_ones() -> None:
     torch.manual_seed(0)
     vae: Any = diffusers.AutoencoderKLQwenImage(base_dim=32, **_SMALL).to(torch.bfloat16).eval()
     latents = torch.randn(1, 16, 1, 13, 11).to(torch.bfloat16)
-    wanted = vae.decode(latents).sample
+    try:
+        wanted = vae.decode(latents).sample
+    except RuntimeError as refused:  # on a processor with AVX10 that is limited to AVX2
+        assert "pack_vnni2" in str(refused)
+        pytest.skip(f"torch's own attention does not run here: {refused}")
     assert error(decode(vae, latents, settings=Settings(vae_tiles="exact", vae_strip_mib=1)), wanted) <= 1e-2
     assert torch.equal(decode(vae, latents, settings=Settings(vae_tiles="exact")), wanted)
 
