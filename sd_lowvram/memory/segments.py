@@ -1,12 +1,13 @@
 """Free cached segments of torch's allocator between stages on a GPU, where they would be in the way.
 
 Segments of a denoising step do not fit a decode. Plans count on stages that start without cached segments, and on steps
-that find those of the step before.
+that find those of the step before; where the allocator ran short in a step, those that follow start without.
 """
 
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 import torch
 
@@ -14,12 +15,29 @@ from ..compat.private import take_matrix_workspaces
 from .accounts import tracing
 from .limit import libraries_noted
 
-_stepping: dict[torch.device, weakref.ref[object]] = {}
+
+class _Steps(NamedTuple):
+    """The steps of a run.
+
+    Attributes:
+        retries: how often torch's allocator had freed segments to go on, when the last step began.
+        short: True if it did so in a step.
+    """
+
+    run: weakref.ref[object]
+    retries: int
+    short: bool
+
+
+_stepping: dict[torch.device, _Steps] = {}
 """The run whose step was the last call on each device; none after a call of another kind."""
 
 
 def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
     """Free unused segments, but not between two steps of one run, each of which would allocate them anew.
+
+    Where the allocator had to free segments within a step, those that are left are too scattered, and all later steps
+    of the run begin without.
 
     Args:
         device: a GPU. Call this in one thread at a time for a device.
@@ -29,8 +47,11 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
         return
     last = _stepping.pop(device, None)
     if steps_of is not None:
-        _stepping[device] = weakref.ref(steps_of)
-        if last is not None and last() is steps_of:
+        retries = int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
+        known = last if last is not None and last.run() is steps_of else None
+        short = known is not None and (known.short or retries > known.retries)
+        _stepping[device] = _Steps(weakref.ref(steps_of), retries, short)
+        if known is not None and not short:
             return
     torch.cuda.empty_cache()
     if torch.cuda.is_available():

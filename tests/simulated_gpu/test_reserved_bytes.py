@@ -199,8 +199,8 @@ def test_segments_are_freed_between_stages_and_not_between_steps_of_a_run(gpu: A
     class Run:
         pass
 
-    def cached_after_next(steps_of: object | None) -> int:
-        torch.empty(200 * MIB, dtype=torch.uint8, device=GPU)  # ends at once, and is cached
+    def cached_after_next(steps_of: object | None, mib: int = 200) -> int:
+        torch.empty(mib * MIB, dtype=torch.uint8, device=GPU)  # ends at once, and is cached
         begin_stage(GPU, steps_of)
         return torch.cuda.memory_reserved() - held
 
@@ -212,6 +212,10 @@ def test_segments_are_freed_between_stages_and_not_between_steps_of_a_run(gpu: A
     try:
         assert cached_after_next(run) == 200 * MIB
         assert [cached_after_next(steps_of) for steps_of in (other, None, run)] == [0, 0, 0]
+        assert cached_after_next(run) == 200 * MIB
+        torch.cuda.set_per_process_memory_fraction((held + 251 * MIB) / total)
+        assert cached_after_next(run, 250) == 0  # for which the allocator gave back the other
+        assert cached_after_next(run) == 0
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         gpu.kernels.forget()  # workspaces, in whose segments tensors of other tests would lie
