@@ -38,6 +38,7 @@ from sd_lowvram.errors import BadInputError
 ROOT = Path(__file__).parents[2]
 
 RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
+    "budgets_on_card": lambda values: _on_card("plans").budget_lines(values),
     "cards": cards.lines,
     "cards_sdxl": cards.lines,
     "comfyui_decodes": comfyui_decodes.lines,

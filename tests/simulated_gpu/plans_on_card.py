@@ -475,7 +475,7 @@ def budget_lines(report: dict[str, Any]) -> Iterator[str]:
     yield _BUDGETS_HEAD
     rows = [(Case(*row[:6]), row[6:]) for row in report["rows"]]
     kept = sum(is_kept(figures) for _, figures in rows)
-    yield f"{kept} of {len(rows)} within budget and plan, without a repeated call."
+    yield f"{kept} of {len(rows)} within budget and plan, without a repeated call; {len(drawn_budgets())} are drawn."
     yield ""
     yield from table(_BUDGETS_HEADS, (_budget_cells(case, figures) for case, figures in rows))
 
