@@ -218,7 +218,13 @@ def _ran_leaner(where: str, of_host: bool, device: str, needed_bytes: int, leane
 
 
 def _host_decides(
-    host: str, free_bytes: int, model_bytes: int, keeps: str, needed_bytes: int, over_budget: bool, bounded: bool
+    host: str,
+    free_bytes: int,
+    model_bytes: int,
+    keeps: str,
+    needed_bytes: int,
+    over_budget: bool,
+    bounded: bool = False,
 ) -> str:
     does = {
         "all": f"keeps all {format_size(model_bytes)} of the model",

@@ -70,7 +70,7 @@ def choose(pack: Any, **knobs: Any) -> Any:
 
 
 def shown_and_given(pack: Any, model: Patcher, vae: Any, budget: str = "", **knobs: Any) -> tuple[str, Any]:
-    """What Low VRAM shows, and its model, VAE and record."""
+    """The text that Low VRAM shows, and its model, VAE and record."""
     out = pack.NODE_CLASS_MAPPINGS["LowVRAM"]().optimize(model, vae, budget, choose(pack, **knobs))
     return out["ui"]["text"][0], out["result"][:3]
 
@@ -571,7 +571,7 @@ def test_the_hosts_compiler_records_no_decode_of_ours(pack, vae, prefetch) -> No
 @pytest.mark.parametrize("opens", ["malloc_graph_begin", "malloc_graph_scope", "get_submodule"])
 @pytest.mark.parametrize("on", [True, False])
 def test_a_model_that_the_hosts_compiler_records_is_planned_with_its_peak(pack, parts, monkeypatch, opens, on) -> None:
-    """In whole pages of the compiler; a hooked model, or one that opens no graph, as torch's allocator holds it."""
+    """Whole pages of the compiler are planned; for a hooked model, or one that opens no graph, what torch holds."""
     core, nodes = pack.__name__ + ".sd_lowvram", pack.__name__ + ".nodes"
     unet = _copy_of_kind(parts["unet"], opens)
     prefetch = types.ModuleType("comfy.model_prefetch")

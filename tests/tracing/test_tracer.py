@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def measured(request):
-    """Of the cases that run."""
+    """Peaks of the cases that run."""
     names = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     return measure(*CONVOLUTIONS, *(name for name in CASES if name in names))
 

@@ -777,7 +777,7 @@ def test_of_forges_flux_the_decode_is_planned_and_said_to_be(host: Any, capsys: 
 
 
 class Transformer(torch.nn.Module):
-    """With the arguments that Forge's own have."""
+    """A transformer with the arguments of Forge's own."""
 
     def __init__(self, takes: str) -> None:
         super().__init__()
