@@ -102,22 +102,32 @@ function showRefusals() {
   }
 }
 
-// In the canvas style "advanced" hides nothing by itself: a button folds these settings. Nodes 2.0 has one of its own.
+// In the canvas style "advanced" hides nothing by itself: a button folds these settings. Nodes 2.0 has one of its own, which
+// shows nothing that is hidden.
+const folding = new Set();
+
 function foldAdvanced(node) {
   const more = node.widgets.filter((widget) => widget.options?.advanced);
-  const fold = (open) => {
+  node.fold = (open) => {
     for (const widget of more) widget.hidden = !open;
     node.showAdvanced = open; // as Nodes 2.0 reads it
     button.label = open ? "Fewer settings" : "Advanced";
     node.setSize([Math.max(node.size[0], OF_SETTINGS), node.computeSize()[1]]);
+    if (globalThis.LiteGraph?.vueNodesMode) for (const widget of more) widget.hidden = false;
     node.setDirtyCanvas(true, true);
   };
-  const button = node.addWidget("button", "advanced", "", () => fold(more[0].hidden), { serialize: false });
+  const button = node.addWidget("button", "advanced", "", () => node.fold(!node.showAdvanced), { serialize: false });
   button.serialize = false;
   button.options.canvasOnly = true;
   const defaults = new Map(more.map((widget) => [widget, widget.value]));
-  node.unfoldChosen = () => fold(more.some((widget) => widget.value !== defaults.get(widget)));
-  fold(false);
+  node.unfoldChosen = () => node.fold(more.some((widget) => widget.value !== defaults.get(widget)));
+  node.fold(false);
+  folding.add(node);
+  const { onRemoved } = node;
+  node.onRemoved = function () {
+    onRemoved?.apply(this, arguments);
+    folding.delete(node);
+  };
 }
 
 // Values are saved by name too: a setting that comes later moves those behind it in the page's own list.
@@ -145,6 +155,10 @@ app.registerExtension({
       showRefusals();
       return queued;
     };
+    // the page changes the style of its nodes after this event
+    app.ui?.settings?.addEventListener?.("Comfy.VueNodes.Enabled.change", () =>
+      setTimeout(() => folding.forEach((node) => node.fold(Boolean(node.showAdvanced)))),
+    );
   },
   nodeCreated(node) {
     if (node.comfyClass === "LowVRAMSettings") foldAdvanced(node);

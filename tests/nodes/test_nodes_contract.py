@@ -239,17 +239,25 @@ def answer_of_page(pack: Any, folder: Path, page: str) -> Any:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js, which runs the page's script")
 def test_settings_are_folded_and_saved_by_name(pack, tmp_path) -> None:
-    """A workflow of before, without names, keeps what the page read by position; chosen ones are in sight."""
+    """A workflow of before, without names, keeps what the page read by position; chosen ones are in sight.
+    Nodes 2.0, which folds by itself, shows nothing that is hidden."""
     assert answer_of_page(pack, tmp_path, _SETTINGS_PAGE) == {
         "first": {"hidden": True, "button": "Advanced"},
         "saved": {"tiles": "exact", "attention": "auto"},
         "named": {"values": ["fast", "sliced"], "hidden": False, "button": "Fewer settings"},
         "unnamed": {"values": ["exact", "auto"], "hidden": True, "button": "Advanced"},
+        "styles": [
+            {"hidden": False, "unfolded": False},
+            {"hidden": False, "unfolded": True},
+            {"hidden": True, "unfolded": False},
+        ],
     }
 
 
 _SETTINGS_PAGE = """
-globalThis.app = { registerExtension(made) { this.extension = made; } };
+const settings = new EventTarget();
+globalThis.app = { ui: { settings }, registerExtension(made) { this.extension = made; } };
+globalThis.LiteGraph = { vueNodesMode: false };
 await import("./page.mjs");
 class Node {
   comfyClass = "LowVRAMSettings";
@@ -280,9 +288,18 @@ named.onConfigure({ properties: { settings: { attention: "sliced", tiles: "fast"
 const unnamed = made();
 unnamed.widgets[0].value = "exact";
 unnamed.onConfigure({});
+app.extension.setup();
+const styles = [];
+for (const [style, unfolded] of [[true, false], [true, true], [false, false]]) {
+  node.showAdvanced = unfolded;
+  settings.dispatchEvent(new Event("Comfy.VueNodes.Enabled.change"));
+  LiteGraph.vueNodesMode = style;
+  await new Promise((done) => setTimeout(done, 5));
+  styles.push({ hidden: node.widgets[1].hidden, unfolded: node.showAdvanced });
+}
 const values = (one) => one.widgets.slice(0, 2).map((widget) => widget.value);
 console.log(JSON.stringify({ first, saved: saved.properties.settings, named: { values: values(named), ...state(named) },
-  unnamed: { values: values(unnamed), ...state(unnamed) } }));
+  unnamed: { values: values(unnamed), ...state(unnamed) }, styles }));
 """
 
 
