@@ -45,16 +45,11 @@ class _DeviceLocks:
         self._had: dict[Place, tuple[int, int]] = {}
         self._wanted: dict[int, Place] = {}
 
-    @contextlib.contextmanager
-    def having(self, places: Iterable[Place]) -> Iterator[None]:
+    def having(self, places: Iterable[Place]) -> _Holding:
         """Wait for ``places`` and hold them within the block."""
-        with contextlib.ExitStack() as leaving:
-            for place in sorted(places):
-                self._take(place)
-                leaving.callback(self._leave, place)
-            yield
+        return _Holding(self, sorted(places))
 
-    def _take(self, place: Place) -> None:
+    def take(self, place: Place) -> None:
         here = threading.get_ident()
         with self._changed:
             while self._had.get(place, (here, 0))[0] != here:
@@ -66,7 +61,7 @@ class _DeviceLocks:
                     del self._wanted[here]
             self._had[place] = here, self._had.get(place, (here, 0))[1] + 1
 
-    def _leave(self, place: Place) -> None:
+    def leave(self, place: Place) -> None:
         with self._changed:
             thread, times = self._had.pop(place)
             if times > 1:
@@ -87,6 +82,27 @@ class _DeviceLocks:
                     f"a call in the midst of another model's call waits for {self._wanted[here][1]}, and the thread "
                     f"that has it waits for what this one has: call one model after the other, not one inside the other"
                 )
+
+
+class _Holding:
+    """A block that holds places; a class, because every call of a model enters one."""
+
+    def __init__(self, locks: _DeviceLocks, places: list[Place]) -> None:
+        self._locks, self._places = locks, places
+        self._taken: list[Place] = []
+
+    def __enter__(self) -> None:
+        try:
+            for place in self._places:
+                self._locks.take(place)
+                self._taken.append(place)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        while self._taken:
+            self._locks.leave(self._taken.pop())
 
 
 _turns = _DeviceLocks()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import sd_lowvram
 from sd_lowvram.errors import BadInputError, BudgetError
+from sd_lowvram.planning import replan
 from sd_lowvram.planning.request import request_for
 from sd_lowvram.planning.stages import stages
 from sd_lowvram.planning.wording import Kind
@@ -88,6 +89,25 @@ def test_a_larger_picture_than_planned_is_planned_anew() -> None:
     assert torch.equal(picture(pipe, width=256, height=256), picture(TwoExperts(32), width=256, height=256))
     now = sd_lowvram.session.attachments(pipe)[-1].plan
     assert now.predicted.peak_bytes > plan.predicted.peak_bytes
+
+
+def test_a_call_is_looked_at_once_for_its_shapes_and_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = TwoExperts(32)
+    sd_lowvram.optimize(pipe, vram="1GB", width=64, height=64, device="cpu", call=CALL)
+    request = sd_lowvram.session.attachments(pipe)[-1].plan.request
+    sd_lowvram.restore(pipe)
+    larger: list[Any] = []
+    watch = next(p for p in replan.watch_calls(anatomy_of(pipe, None, request.rehearsal), request, larger.append)
+                 if p.owner is pipe.early)  # fmt: skip
+    call = watch.make(lambda *args, **kwargs: "called")
+    (row,) = (row for row in request.rehearsal.rows if row.component == "early")
+    args, kwargs, _ = row.empties(torch.float32)
+    assert call(*args, **kwargs) == "called" and not larger
+    with monkeypatch.context() as patched:
+        patched.setattr(replan, "given_bytes", pytest.fail)
+        assert call(*args, **kwargs) == "called"
+    monkeypatch.setattr(pipe.early, "forward", lambda *args, **kwargs: "planned")
+    assert call(*(arg.double() for arg in args), **kwargs) == "planned" and len(larger) == 1
 
 
 def test_a_pipeline_of_diffusers_without_a_family_is_planned_by_its_call() -> None:
