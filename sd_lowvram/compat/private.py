@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._profiler import _ExtraFields_Allocation as AllocationFields
+from torch._ops import HigherOrderOperator
 from torch._prims_common import compute_elementwise_output_strides as elementwise_strides
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +28,7 @@ __all__ = [
     "AllocationFields",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
     "TorchDispatchMode",
     "attention_choice",
     "compiled_graphs",
@@ -48,6 +50,7 @@ __all__ = [
     "made_fake",
     "may_use",
     "more_versions",
+    "operators_of",
     "reset_compiler",
     "storage_expired",
     "storage_key",
@@ -65,6 +68,12 @@ BUILTIN_ATTENTION = torch._C._nn.scaled_dot_product_attention
 
 
 COMPILER = "torch._dynamo"
+
+
+def operators_of(function: HigherOrderOperator) -> Callable[..., Any]:
+    """The function that computes an operator of operators, such as flex attention, by plain ones."""
+    kernel: Callable[..., Any] = function.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+    return kernel
 
 
 def made_fake(meta: Tensor, device: torch.device) -> Any:

@@ -51,7 +51,8 @@ def latent_channels(anatomy: Anatomy) -> int:
     if anatomy.autoencoder is not None:
         config = anatomy.config(anatomy.autoencoder)
         return int(config.get("latent_channels") or config.get("z_dim") or 4)
-    return int(anatomy.config(anatomy.denoiser).get("out_channels", 4))
+    config = anatomy.config(anatomy.denoiser)
+    return int(config.get("out_channels") or config.get("in_channels") or 4)
 
 
 def check_latents(owner: Any, anatomy: Anatomy) -> None:

@@ -100,15 +100,19 @@ def _convolution_result(
     if image.dim() not in (4, 5) or image.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
         return None
     sides = []
-    for side, size, step, pad, spread, rest in zip(
-        image.shape[2:], weight.shape[2:], stride, padding, dilation, more, strict=True
-    ):
+    numbers = (_of_sides(image, own) for own in (stride, padding, dilation, more))
+    for side, size, step, pad, spread, rest in zip(image.shape[2:], weight.shape[2:], *numbers, strict=True):
         reach = spread * (size - 1) - 2 * pad
         sides.append((side - 1) * step + reach + rest + 1 if transposed else (side - reach - 1) // step + 1)
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
     if min(sides) < 1 or image.dtype != weight.dtype or (bias is not None and bias.shape != (channels,)):
         return None
     return (_new((image.shape[0], channels, *sides), image.dtype, wanted_format(image, weight)),)
+
+
+def _of_sides(image: Tensor, numbers: Sequence[int]) -> Sequence[int]:
+    """A number for each side of a map; torch takes one for all."""
+    return numbers if len(numbers) > 1 else [*numbers] * (image.dim() - 2)
 
 
 def _onednn_result(

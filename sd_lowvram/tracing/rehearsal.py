@@ -9,6 +9,7 @@ A tensor above ``_REAL`` bytes stays fake, so that a video needs no memory. Rand
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -70,7 +71,7 @@ def rehearse(pipe: Any, /, **call: Any) -> Rehearsal:
     steps = call.get(_STEPS, getattr(_parameters(pipe).get(_STEPS), "default", None))
     fewer = full
     if isinstance(steps, int) and _STEPS in _parameters(pipe):
-        fewer = copied.run({**call, _STEPS: 2 if steps > 2 else 3 * steps})
+        fewer = copied.run_first(call, 2 if steps > 2 else 3 * steps, 2 * steps)
     repeated = _step_models(full.counts, fewer.counts)
     steps_by_group = steps_of([row.component for row in full.calls], repeated.__contains__)
     models = copied.originals
@@ -161,6 +162,13 @@ class _Copy:
         numbers = {key: number for number, key in enumerate(self._rows)}
         return Rehearsal(tuple(self._rows.values()), tuple(numbers[key] for key in self._order))
 
+    def run_first(self, call: Mapping[str, Any], *steps: int) -> Rehearsal:
+        """Return the record of the first run that succeeds: at a low ``strength`` no step is left of few."""
+        for count in steps[:-1]:
+            with contextlib.suppress(Exception):  # the pipeline's own
+                return self.run({**call, _STEPS: count})
+        return self.run({**call, _STEPS: steps[-1]})
+
     def _pipeline(self) -> Any:
         """A shallow copy of the pipeline with the copied models, and copies of its schedulers and tokenizers."""
         replaced = {id(part): self._models[name] for name, part in self.originals.items()}
@@ -211,7 +219,7 @@ class _Copy:
         else:
             row = known
         with without_modes():
-            result = _zeros_like(self._results[row.key])
+            result = _zeros_like(self._results[row.key], self._mode)
             tensors = _tensors(result)
         self._rows[row.key] = replace(
             row, output_bytes=sum(tensor.nbytes for tensor in tensors), size=_map_size(tensors)
@@ -339,12 +347,12 @@ def _tensors(result: Any) -> list[Tensor]:
     return list(_leaves(result, {}))
 
 
-def _zeros_like(result: Any) -> Any:
-    """A copy of ``result`` with zeros for its tensors; large tensors stay fake."""
+def _zeros_like(result: Any, mode: FakeTensorMode) -> Any:
+    """A copy of ``result`` with zeros for its tensors, and with new fake tensors for large ones."""
     memo: dict[int, Any] = {}
     for tensor in _tensors(result):
         real = tensor.nbytes <= _REAL
-        memo[id(tensor)] = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype) if real else tensor
+        memo[id(tensor)] = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype) if real else fake_of(tensor, mode)
     return copy.deepcopy(result, memo)
 
 
@@ -419,7 +427,7 @@ class _Ledger(TorchDispatchMode):
         """Zeros in place of what would be drawn, so that no generator advances."""
         if func._schema.is_mutable:
             return args[0].zero_()
-        return _zeros_like(self._fake(func, args, kwargs))
+        return _zeros_like(self._fake(func, args, kwargs), self._mode)
 
     def _fake(self, func: Any, args: Any, kwargs: Any) -> Any:
         fakes = [fake_of(arg, self._mode) if isinstance(arg, Tensor) else arg for arg in args]

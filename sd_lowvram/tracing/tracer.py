@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..compat.private import FakeTensor, FakeTensorMode, TorchDispatchMode, decompose, tree_flatten, tree_map
+from ..compat.private import (
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    decompose,
+    operators_of,
+    tree_flatten,
+    tree_map,
+)
 from ..devices.overhead import NONE, Overhead
 from ..memory.accounts import current_account, is_host, traced_device, traces_cpu
 from ..memory.fake_mode import CPU, active_fake_mode
@@ -294,7 +303,12 @@ class _Tracer(TorchDispatchMode):
             self.ledger.path, flops, argument_bytes(args, out), held_bytes=held, wide=is_wide_attention(args)
         )
 
+    supports_higher_order_operators = True  # read by torch
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):  # flex attention: by the operators that it is made of
+            with self:
+                return operators_of(func)(*args, **(kwargs or {}))
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         operator = _operators.get(func)

@@ -7,7 +7,7 @@ known values run on real copies too, and what is read of their results is known.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..compat.private import (
     FakeTensor,
     FakeTensorMode,
+    HigherOrderOperator,
     TorchDispatchMode,
     storage_key,
     tree_flatten,
@@ -27,6 +28,7 @@ from ..memory.storage_refs import Deaths
 from ..models.support import reads_values
 from .fake_tensors import fake_of
 
+_INDEX = torch.ops.aten.index.Tensor
 _MOST = 1 << 16
 """Elements of the largest tensor whose values are known."""
 
@@ -87,16 +89,14 @@ class _Values(TorchDispatchMode):
         beyond = tensor.numel() and (last + 1) * tensor.element_size() > whole.untyped_storage().nbytes()
         return None if beyond else whole.as_strided(*place)
 
+    supports_higher_order_operators = True  # read by torch
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        to_fake = isinstance(next(iter(leaves), None), FakeTensor)
-        real = self._all_known(leaves)
-        writes = func._schema.is_mutable and not to_fake
-        if writes or torch.Tag.nondeterministic_seeded in func.tags or not _is_small(args) or real is None:
-            if func._schema.is_mutable and to_fake:
-                self._values.pop(storage_key(leaves[0]), None)
-            return func(*args, **kwargs)
+        real = self._computable(func, args, leaves)
+        if real is None:
+            return func(*self._unknown_arguments(func, args, leaves), **kwargs)
         with without_modes():
             its_args, its_kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (args, _cpu_arguments(kwargs)))
             try:
@@ -106,6 +106,29 @@ class _Values(TorchDispatchMode):
         if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0]):
             return value
         return self._on_fakes(func, args, kwargs, value)
+
+    def _computable(self, func: Any, args: tuple[Any, ...], leaves: list[Tensor]) -> dict[int, Tensor] | None:
+        """Values of all tensors by id, if the operator is to run on them too; else None."""
+        if isinstance(func, HigherOrderOperator) or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        writes = func._schema.is_mutable and not _is_fake(leaves)
+        return self._all_known(leaves) if _is_small(args) and not writes else None
+
+    def _unknown_arguments(self, func: Any, args: tuple[Any, ...], leaves: list[Tensor]) -> tuple[Any, ...]:
+        """The arguments of an operator whose result has no known values."""
+        if func is _INDEX:  # rows of a large tensor
+            return args[0], [place for index in args[1] for place in self._places_of(index)]
+        if not isinstance(func, HigherOrderOperator) and func._schema.is_mutable and _is_fake(leaves):
+            self._values.pop(storage_key(leaves[0]), None)
+        return args
+
+    def _places_of(self, index: Tensor | None) -> Iterable[Tensor | None]:
+        """The places that a known mask selects, in each of its dimensions; any other index as it is."""
+        if not isinstance(index, FakeTensor) or index.dtype != torch.bool:
+            return (index,)
+        with without_modes():
+            mask = self.known_values(index)
+            return (index,) if mask is None else [self._fake(places) for places in mask.nonzero(as_tuple=True)]
 
     def _all_known(self, leaves: Sequence[Tensor]) -> dict[int, Tensor] | None:
         """Values of all tensors by id; None if those of one are unknown."""
@@ -132,6 +155,11 @@ class _Values(TorchDispatchMode):
             return leaf
         with without_modes():
             return fake_of(leaf, self._mode)
+
+
+def _is_fake(leaves: list[Tensor]) -> bool:
+    """True for the arguments of an operator that writes to a fake tensor, if it writes."""
+    return isinstance(next(iter(leaves), None), FakeTensor)
 
 
 def _cpu_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -180,6 +180,15 @@ def test_a_model_that_was_removed_needs_no_plan() -> None:
     assert {stage.component for stage in planned} == {"early", "late", "vae"}
 
 
+def test_a_denoiser_makes_as_many_channels_as_it_takes_if_its_configuration_says_nothing_else() -> None:
+    pipe = TwoExperts(16)
+    pipe.vae = torch.nn.Sequential(pipe.vae.decoder)  # of no known kind
+    pipe.vae.decode = lambda latents, return_dict: (pipe.vae(latents),)
+    pipe.early.config = pipe.late.config = {"in_channels": 4, "out_channels": None}
+    plan = sd_lowvram.plan(pipe, vram="1GB", width=64, height=64, device="cpu", call=CALL)
+    assert plan.fits and "early" in [stage.component for stage in plan.stages]
+
+
 class AsksForValues(TwoExperts):
     """Its call reads values that zeros do not have, so that no rehearsal gets to the end."""
 

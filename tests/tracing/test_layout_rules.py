@@ -51,6 +51,7 @@ NORMS = {
 CONVOLUTIONS = [
     torch.nn.Conv2d(8, 5, 3, padding=1),
     torch.nn.Conv2d(8, 6, 1),
+    torch.nn.Conv2d(8, 6, 1, stride=2, padding="valid"),
     torch.nn.Conv2d(8, 6, 3, stride=2, dilation=2, padding=2, groups=2),
     torch.nn.Conv2d(8, 6, 3, padding=1).to(memory_format=torch.channels_last),
     torch.nn.ConvTranspose2d(8, 6, 3, stride=2, padding=1, output_padding=1, groups=2),

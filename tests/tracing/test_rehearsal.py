@@ -12,8 +12,11 @@ import tiny
 import todays
 import torch
 from rehearsed import KINDS, TwoExperts
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
+import sd_lowvram
+from sd_lowvram.memory import measured_peak
 from sd_lowvram.tracing.rehearsal import rehearse
 
 STEPS = 3
@@ -140,3 +143,61 @@ def test_a_film_takes_no_memory() -> None:
     record = rehearse(TwoExperts(8), prompt="a", height=8192, width=8192, num_inference_steps=2)
     decode = record.rows[-1]
     assert decode.output_bytes == 4 * 3 * 8192**2 and decode.size == (8192, 8192)
+
+
+class Selects(nn.Module):
+    """A denoiser that computes with the words of a mask only, each of them attended to by flex attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.text = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(32, 32)
+
+    def forward(self, noisy: Tensor, words: Tensor, mask: Tensor) -> Tensor:
+        mask = mask.bool()
+        chosen = torch.cat([self.text(each[valid]) for each, valid in zip(words, mask, strict=True)])[None, None]
+        attended = flex_attention(chosen, chosen, chosen)
+        return self.into(noisy) * attended.mean()
+
+
+class WithMasks:
+    """A pipeline that takes no step if few are requested at a low strength, and then decodes nothing."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.components = {"unet": Selects().eval(), "vae": todays.vae(channels=4)}
+
+    def __call__(self, mask: Tensor, strength: float = 0.3, num_inference_steps: int = 10) -> Tensor:
+        steps = int(strength * num_inference_steps)
+        latents = torch.zeros(min(1, steps), 4, 8, 8)
+        for _ in range(steps):
+            latents = latents + self.components["unet"](latents, torch.zeros(2, 5, 32), mask)
+        picture: Tensor = self.components["vae"].decode(latents.view(1, 4, 8, 8), return_dict=False)[0]
+        return picture
+
+
+def test_masks_flex_attention_and_a_low_strength_are_rehearsed() -> None:
+    pipe, mask = WithMasks(), torch.tensor([[1, 1, 0, 0, 1], [0, 1, 0, 1, 0]])
+    record = rehearse(pipe, mask=mask)
+    assert rehearsed.rehearsal(record) == rehearsed.real(pipe, mask=mask)
+    assert record.steps == (("unet",),) and record.counts == {"unet": 3, "vae": 1}
+
+
+def test_flex_attention_is_traced_by_its_operators() -> None:
+    given = torch.zeros(1, 2, 512, 32)
+
+    def attend(tokens: Tensor) -> Tensor:
+        made: Tensor = flex_attention(tokens, tokens, tokens)
+        return made
+
+    measured = measured_peak(lambda: attend(given)) + given.nbytes
+    assert 0.9 * measured <= sd_lowvram.trace(attend, given).peak_bytes <= 1.1 * measured
+
+
+def test_a_large_result_is_held_as_long_as_the_pipeline_holds_it() -> None:
+    def call(self: TwoExperts, prompt: str, num_inference_steps: int = 4) -> Any:
+        words = self.reader(torch.zeros(1, 1 << 19, dtype=torch.int64))[:, :16] * 1
+        return self.early(torch.zeros(2, 4, 8, 8), torch.tensor(1.0), words)
+
+    record = rehearse(type("Long", (TwoExperts,), {"__call__": call})(16), prompt="a")
+    reads, denoises = record.rows
+    assert reads.output_bytes == 4 * 32 << 19 <= reads.after_bytes and denoises.held_bytes < 1 << 20
