@@ -465,7 +465,8 @@ def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | N
     picture = requested.of_latents(shape, factor, passes, steps)
     chosen = _owners[-1].chosen if running is None else running.chosen
     tiled = not chosen.get("tiled") and host.is_tiled_elsewhere(model)
-    if tiled or running is None or _is_outgrown(running, p, model, picture, anew):
+    other_steps = running is not None and steps not in (None, running.picture.steps)  # encoded at the size that comes
+    if tiled or running is None or _is_outgrown(running, p, model, picture, anew or other_steps):
         with _answers(picture):
             start(model, {**chosen, "tiled": True} if tiled else chosen, picture, fallback_steps())
 

@@ -369,6 +369,18 @@ def test_another_model_in_between_is_followed(host: Any, script: Any) -> None:
     script.postprocess(p, None)
 
 
+def test_a_second_pass_has_steps_of_its_own(host: Any, script: Any) -> None:
+    """Also where its size was planned before, when the host encoded the enlarged picture."""
+    run, p = importlib.import_module("webui_ext.run"), generation(steps=4)
+    script.process(p, {"enabled": True})
+    run.follow(p, host.sd_model, (1, 4, 16, 16), 2)
+    assert (run._running[-1].picture.width, run._running[-1].picture.steps) == (128, 4)
+    p.is_hr_pass, p.hr_second_pass_steps = True, 3
+    script.process_before_every_sampling(p, x=torch.zeros(1, 4, 16, 16))
+    assert run._running[-1].picture.steps == 3
+    script.postprocess(p, None)
+
+
 def test_grid_values_come_above_the_panels(host: Any, script: Any, capsys: Any) -> None:
     p = generation(sd_lowvram_axes={"enabled": True, "attention": "sliced"})
     script.process(p, False)
