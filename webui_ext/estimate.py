@@ -166,8 +166,12 @@ def note(text: str) -> Told:
     return _estimate_text("unknown", "", text)
 
 
+_RED = "var(--error-icon-color, #c00)"
+"""Of the page's theme: #c00 can hardly be read on a dark one."""
+
+
 def _estimate_text(verdict: str, head: str, text: str) -> Told:
-    marked = f'data-verdict="{verdict}" style="color: {"inherit" if verdict in ("fits", "unknown") else "#c00"}'
+    marked = f'data-verdict="{verdict}" style="color: {"inherit" if verdict in ("fits", "unknown") else _RED}'
     line = f'<p {marked}; padding: 0.5em">{html.escape(text)}</p>'
     return Told(verdict, f'<span {marked}">{html.escape(head)}</span>' if head else "", line)
 
