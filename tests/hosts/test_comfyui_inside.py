@@ -146,7 +146,8 @@ def test_the_time_is_that_of_all_calls_of_a_step(today) -> None:
 
 def test_windows_of_frames_are_planned_and_logged_as_they_are(today) -> None:
     windows, (held, planned) = today["times"]["windows"], today["times"]["held"]
-    assert re.search("128x128, 13.*6", windows["report"]) and windows["notes"] == []
+    # a window has five frames, and in a later ComfyUI the first one before them
+    assert re.search("128x128, 13 frames in windows of [56],", windows["report"]) and windows["notes"] == []
     assert 0.7 * planned <= held <= planned * 1.02 + (2 << 20)
     assert windows["calls"] > 3 and 3 * windows["told"][-1] == pytest.approx(windows["calls"], rel=0.2)
 

@@ -335,12 +335,13 @@ def _grid_axes(server: Server) -> list[str]:
     return list(grid["args"][0]["choices"])
 
 
-HIRES: dict[str, Any] = {"enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7}
+UPSCALERS = ["None"] if KIND == "neo" else ["Latent", "Lanczos"]  # Forge Neo has no others
+HIRES: dict[str, Any] = {"enable_hr": True, "hr_scale": 2, "hr_upscaler": UPSCALERS[0], "denoising_strength": 0.7}
 if KIND != "a1111":  # its page sends these along, and its API has no default that works
     HIRES |= {"hr_additional_modules": ["Use same choices"], "hr_cfg": 5}
 
 
-@pytest.mark.parametrize("upscaler", ["None"] if KIND == "neo" else ["Latent", "Lanczos"])  # Forge Neo has no others
+@pytest.mark.parametrize("upscaler", UPSCALERS)
 def test_hires_fix_is_planned_anew(server: Server, upscaler: str) -> None:
     hires = {**HIRES, "hr_upscaler": upscaler}
     ours = server.make(ours={"preset": "smallest"}, **hires)
