@@ -34,6 +34,7 @@ from ..kernels.attention.problem import assume_gpu
 from ..models.anatomy import Anatomy
 from ..models.support import check_moved
 from ..settings import Settings, add_implied, conflict
+from ..streaming.simulator import read_cost
 from ..units import MIB
 from .cost_model import Pricing
 from .first_calls import until_denoiser
@@ -206,8 +207,8 @@ class PlanSearch:
         is faster.
 
         Of equally fast runs, the one with the larger buffer copies less. One that reads less from disk may be a little
-        slower. Sizes are multiples of 64 MiB, and the budget is asked for each: the plan is valid for an interval of
-        budgets.
+        slower (:func:`.read_cost`). Sizes are multiples of 64 MiB, and the budget is asked for each: the plan is valid
+        for an interval of budgets.
 
         Args:
             run: fits by its sums.
@@ -224,12 +225,18 @@ class PlanSearch:
             changed: dict[str, Any] = {name: filled_mib}
             base = dataclasses.replace(run.base, **changed)
             filled = self.pricing.whole(base, self._options(base, [_choice(run, group) for group in self._groups]))
-            if _digits(filled.seconds) > _digits(run.seconds) * (_FROM_DISK if _read(filled) < _read(run) else 1):
+            if _digits(self._cost(filled)) > _digits(self._cost(run)):
                 break
             if self._fits(filled):
                 self._unfilled[base] = run.base
                 return filled
         return run
+
+    def _cost(self, run: Candidate) -> float:
+        """The seconds of ``run``, and the cost of what it reads from disk."""
+        stages = zip(self._stages, run.stages, strict=True)
+        read = sum(priced.disk_bytes * (self.request.steps if stage.repeats else 1) for stage, priced in stages)
+        return run.seconds + (read_cost(read, self.pricing.host.disk) if read else 0.0)
 
     def _step_bytes(self, run: Candidate) -> int:
         """The most bytes that a stage of each step reserves."""
@@ -493,11 +500,6 @@ def _digits(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def _read(run: Candidate) -> int:
-    """Bytes that ``run`` reads from disk in each step."""
-    return sum(stage.disk_bytes for stage in run.stages)
-
-
 def _choice(run: Candidate, group: Group) -> Choice:
     """The choice of ``run`` for the stages of ``group``."""
     first = group.stages[0]
@@ -518,9 +520,6 @@ _FILLED_MIB = 64
 
 _TRIES = 2
 """Sizes that are tried, from the largest on, if what a stage reserves is more than the sum with its buffer."""
-
-_FROM_DISK = 1.01
-"""Seconds of a run that reads less from disk, relative to another, up to which it is as good as the other."""
 
 _SHARES = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Buffer sizes to try for streamed blocks, in sixteenths of the denoiser's weights."""

@@ -15,7 +15,7 @@ from ..errors import BudgetError
 from ..units import MIB
 from .policies import POLICIES
 from .schedule import Schedule, WeightGroup, align, follow_maps, lay_out
-from .simulator import CopyQueue, simulate
+from .simulator import CopyQueue, read_cost, simulate, step_cost
 
 _FINE = MIB // 4
 """Bytes in which the least for activations and weights is looked for."""
@@ -29,6 +29,8 @@ _NEAR = 1.001
 
 def best_schedule(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue, near: bool = False) -> Schedule:
     """Return the fastest schedule found whose residents and ring together stay within ``device_bytes``.
+
+    Of schedules that are nearly as fast, one that reads less from disk is preferred (:func:`step_cost`).
 
     Args:
         units: in the order of use.
@@ -116,9 +118,10 @@ class _ScheduleSearch:
         self.sizes = [align(unit.bytes) for unit in units]
         self.streamable = [number for number, size in enumerate(self.sizes) if size]
         simple = [policy(units, device_bytes) for policy in POLICIES.values()]
-        self.best = min(simple, key=lambda schedule: simulate(units, schedule, copies))
-        self.seconds = simulate(units, self.best, copies)
-        self.enough = _NEAR * lower_bound(units, device_bytes, copies)
+        self.best = min(simple, key=lambda schedule: step_cost(units, schedule, copies))
+        self.cost = step_cost(units, self.best, copies)
+        least_read = copies.disk_bytes(sum(unit.bytes for unit in units) - device_bytes)
+        self.enough = _NEAR * (lower_bound(units, device_bytes, copies) + read_cost(least_read, copies.disk))
 
     def grid(self) -> None:
         """Try residents by size, and by size over the time in which they could be copied, with rings of many sizes."""
@@ -128,7 +131,7 @@ class _ScheduleSearch:
         if not self.copies.overlap:  # the smallest buffer is the best, and only the sizes of units can be its size
             rings = sorted(set(self.sizes))
         for order, ring in itertools.product((by_size, by_rate), rings):
-            if self.seconds <= self.enough:
+            if self.cost <= self.enough:
                 return
             self._try(self._fitting_units(order, self.device_bytes - ring))
 
@@ -149,7 +152,7 @@ class _ScheduleSearch:
         return taken
 
     def _try(self, resident: Collection[int]) -> None:
-        """Take ``resident``, with the rest of the budget as the ring, if that is faster than the best so far."""
+        """Take ``resident``, with the rest of the budget as the ring, if that costs less than the best so far."""
         ring = self.device_bytes - sum(self.sizes[number] for number in resident)
         if ring < 0:
             return
@@ -157,6 +160,6 @@ class _ScheduleSearch:
             schedule = lay_out(self.units, resident, ring)
         except BudgetError:
             return
-        seconds = simulate(self.units, schedule, self.copies)
-        if seconds < self.seconds:
-            self.best, self.seconds = schedule, seconds
+        cost = step_cost(self.units, schedule, self.copies)
+        if cost < self.cost:
+            self.best, self.cost = schedule, cost

@@ -14,6 +14,9 @@ from .schedule import Schedule, WeightGroup, spread
 _STEPS = 60
 """Enough for what is special about the first steps to pass."""
 
+_READ_COST = 0.1
+"""Seconds that are as bad as a second of reading from disk for which the GPU does not wait."""
+
 
 @dataclass(frozen=True)
 class CopyQueue:
@@ -92,6 +95,24 @@ def simulate(units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue
         fetched = sum(copies.fetch_seconds([units[fetch.unit].bytes for fetch in schedule.fetches]))
         return sum(unit.seconds for unit in units) + fetched
     return _Engines(units, schedule, copies).step_seconds()
+
+
+def read_cost(size: int, disk: float) -> float:
+    """Return the seconds that reading ``size`` bytes from disk counts as, in addition to its time.
+
+    The disk may be slower than assumed, and others use it.
+
+    Args:
+        size: bytes.
+        disk: bytes a second.
+    """
+    return _READ_COST * size / disk
+
+
+def step_cost(units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue) -> float:
+    """Return the seconds of a step, as :func:`simulate` does, and the cost of what it reads from disk."""
+    streamed = sum(units[fetch.unit].bytes for fetch in schedule.fetches)
+    return simulate(units, schedule, copies) + read_cost(copies.disk_bytes(streamed), copies.disk)
 
 
 class _Engines:

@@ -484,6 +484,19 @@ def test_a_stated_budget_is_filled(anatomy: Any, monkeypatch: pytest.MonkeyPatch
     assert fixed.settings.weights_mib == 16
 
 
+def test_a_filled_budget_spares_the_disk(anatomy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where reading is hidden behind the compute, weights that host memory lacks stay on the device all the same."""
+    monkeypatch.setattr(search, "_FILLED_MIB", 4)
+    total = weight_bytes(anatomy.denoiser_module)
+    rates = dataclasses.replace(_without_launches(), half_flops=RATES.half_flops / 32)
+    streams, whole = Settings(offload="blocks"), planned(anatomy, Settings(offload="component")).predicted
+    budget = whole.reserved_bytes + whole.overhead_bytes - total // 4
+    asked = dataclasses.replace(request(budget), rates=rates, ram=RING_BYTES + total // 2, disk=DISKS["nvme"])
+    as_is, filled = (make_plan(anatomy, dataclasses.replace(asked, fills=fills), streams) for fills in (False, True))
+    assert denoising(as_is).disk_bytes > denoising(filled).disk_bytes == 0
+    assert filled.predicted.seconds < 1.1 * as_is.predicted.seconds
+
+
 def test_a_filled_plan_is_that_of_all_budgets_of_its_interval(anatomy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_FILLED_MIB", 16)
     monkeypatch.setattr(search, "_SHARES", (1, 16))
