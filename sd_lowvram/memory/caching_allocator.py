@@ -1,14 +1,18 @@
-"""A model of torch's caching allocator for GPUs: bytes that it reserves for allocations of known sizes.
+"""Models of torch's caching allocator for GPUs: bytes that it reserves for allocations of known sizes.
 
-Tensors are cut out of segments that the driver allocates. A segment with one small tensor stays as a whole, and a gap
-serves only tensors that fit into it. So tensors that never exceed 4 GiB together may reserve 4.5 GiB. The model is
-of torch's ``CUDACachingAllocator``: two pools, segments of 2 and 20 MiB or of whole 2 MiB, best fit, splits and merges,
-and the release of unused segments when the card has no more.
+By default (:class:`CachingAllocator`) tensors are cut out of segments that the driver allocates. A segment with one
+small tensor stays as a whole, and a gap serves only tensors that fit into it. So tensors that never exceed 4 GiB
+together may reserve 4.5 GiB. With ``expandable_segments:True`` (:class:`ExpandableAllocator`) each pool is one range of
+addresses, to which memory is mapped by pages: it grows at its end, and a page is unmapped when nothing is stored in it.
+
+The models are of torch's ``CUDACachingAllocator``: two pools, best fit, splits and merges, and the release of what is
+unused when the GPU has no more.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..units import MIB
@@ -21,29 +25,38 @@ this.
 """
 SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, ROUND = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
 
+PAGE = 20 * MIB
+"""Page of an expandable pool of large tensors, in bytes."""
+_PAGES = {True: 2 * MIB, False: PAGE}
+_ENDLESS = 1 << 50
+
 
 class CardFullError(Exception):
-    """Raised if the GPU cannot give the memory for an allocation, even after all unused segments are freed."""
+    """Raised if the GPU cannot give the memory for an allocation, even after all unused memory is freed."""
 
 
 @dataclass(eq=False)
-class _AllocatorBlock:
-    """A piece of a segment, with its neighbours in it."""
+class _Block:
+    """Some addresses of a segment, with their neighbours in it: in use, free, or not mapped."""
 
     address: int
     size: int
     small: bool
-    free: bool = True
-    before: _AllocatorBlock | None = None
-    after: _AllocatorBlock | None = None
+    mapped: bool = True
+    used: bool = False
+    before: _Block | None = None
+    after: _Block | None = None
 
 
 class CachingAllocator:
-    """The state of torch's caching allocator, on one stream.
+    """The state of the allocator on one stream: blocks in use, and free ones by pool and size.
+
+    Segments have 2 MiB, 20 MiB, or whole 2 MiB for large tensors.
 
     Attributes:
-        reserved_bytes: bytes of all segments; ``peak_bytes`` is the most of them.
-        allocated_bytes: bytes of all blocks in use, rounded as torch rounds them.
+        reserved_bytes: bytes of all segments or mapped pages; ``peak_bytes`` is the most of them.
+        allocated_bytes: bytes of all blocks in use, rounded as torch rounds them; ``allocated_peak`` is the most of
+            them.
     """
 
     def __init__(self, card_bytes: float = float("inf"), max_split_bytes: float = float("inf")) -> None:
@@ -55,11 +68,11 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_bytes = self.allocated_bytes = self.allocated_peak = 0
         self._card_bytes = card_bytes
         self._max_split = max_split_bytes
-        self._free: dict[bool, list[tuple[int, int, _AllocatorBlock]]] = {True: [], False: []}
+        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
         self._next_address = 0
 
-    def allocate(self, size: int) -> _AllocatorBlock:
-        """A block of at least ``size`` bytes, to be given to :meth:`free`.
+    def allocate(self, size: int) -> _Block:
+        """Allocate at least ``size`` bytes.
 
         Args:
             size: bytes.
@@ -72,46 +85,34 @@ class CachingAllocator:
         """
         size = max(LEAST, -(-size // LEAST) * LEAST)
         small = size <= SMALL
-        block = self._best_fit(size, small) or self._segment(size, small)
-        rest = block.size - size
-        if rest >= LEAST if small else size < self._max_split and rest > SMALL:
-            after = _AllocatorBlock(block.address + size, rest, small, True, block, block.after)
-            if block.after is not None:
-                block.after.before = after
-            block.size, block.after = size, after
-            self._keep(after)
-        block.free = False
+        block = self._best_fit(size, small) or self._grow(size, small)
+        if block is None:
+            self.release()
+            block = self._grow(size, small)
+        if block is None:
+            raise CardFullError
+        if self._splits(block, size):
+            self._keep(self._cut(block, size))
+        block.used = True
         self.allocated_bytes += block.size
         self.allocated_peak = max(self.allocated_peak, self.allocated_bytes)
         return block
 
-    def free(self, block: _AllocatorBlock) -> None:
+    def free(self, block: _Block) -> None:
         """Free a block and merge it with its free neighbours."""
         self.allocated_bytes -= block.size
-        block.free = True
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                self._drop(other)
-                block.address = min(block.address, other.address)
-                block.size += other.size
-                if other is block.before:
-                    block.before = other.before
-                    if block.before is not None:
-                        block.before.after = block
-                else:
-                    block.after = other.after
-                    if block.after is not None:
-                        block.after.before = block
-        self._keep(block)
+        block.used = False
+        self._keep(self._merge(block))
 
     def release(self) -> None:
-        """Free all segments without a block in use, as ``torch.cuda.empty_cache`` does."""
+        """Free what holds no block in use, as ``torch.cuda.empty_cache`` does."""
         for pool in self._free.values():
-            unused = [entry for entry in pool if entry[2].before is entry[2].after is None]
-            self.reserved_bytes -= sum(size for size, _, _ in unused)
-            pool[:] = [entry for entry in pool if entry not in unused]
+            parts = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
+            self.reserved_bytes -= sum(size for size, _, _ in pool) - sum(size for size, _, _ in parts)
+            pool[:] = parts
 
-    def _best_fit(self, size: int, small: bool) -> _AllocatorBlock | None:
+    def _best_fit(self, size: int, small: bool) -> _Block | None:
+        """Take a free block of at least ``size`` bytes; return None if there is none."""
         pool = self._free[small]
         place = bisect.bisect_left(pool, (size, -1))
         if place == len(pool):
@@ -121,22 +122,138 @@ class CachingAllocator:
             return None
         return pool.pop(place)[2]
 
-    def _segment(self, size: int, small: bool) -> _AllocatorBlock:
-        """A new segment from the card."""
+    def _grow(self, size: int, small: bool) -> _Block | None:
+        """Reserve memory for a block of at least ``size`` bytes; return None if the GPU has too little left."""
         rounded = -(-size // ROUND) * ROUND
         wanted = SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _OWN_SEGMENT else rounded
-        if self.reserved_bytes + wanted > self._card_bytes:
-            self.release()
-        if self.reserved_bytes + wanted > self._card_bytes:
-            raise CardFullError
-        self.reserved_bytes += wanted
-        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
+        if not self._reserve(wanted):
+            return None
         self._next_address += wanted
-        return _AllocatorBlock(self._next_address - wanted, wanted, small)
+        return _Block(self._next_address - wanted, wanted, small)
 
-    def _keep(self, block: _AllocatorBlock) -> None:
+    def _splits(self, block: _Block, size: int) -> bool:
+        """Return True if what ``block`` has beyond ``size`` bytes becomes a free block."""
+        rest = block.size - size
+        return rest >= LEAST if block.small else size < self._max_split and rest > SMALL
+
+    def _reserve(self, size: int) -> bool:
+        """Count ``size`` more bytes of the GPU as reserved; return False if it has too little left."""
+        if self.reserved_bytes + size > self._card_bytes:
+            return False
+        self.reserved_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
+        return True
+
+    def _cut(self, block: _Block, size: int) -> _Block:
+        """Leave ``size`` bytes of ``block``; return the rest, which is mapped as it was, and free."""
+        rest = _Block(block.address + size, block.size - size, block.small, block.mapped, False, block, block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.size, block.after = size, rest
+        return rest
+
+    def _merge(self, block: _Block) -> _Block:
+        """Return ``block`` with those of its neighbours that are like it, which are free blocks no more."""
+        for other in (block.before, block.after):
+            if other is None or other.used or other.mapped != block.mapped:
+                continue
+            if other.mapped:
+                self._drop(other)
+            first, second = (other, block) if other is block.before else (block, other)
+            first.size += second.size
+            first.after = second.after
+            if second.after is not None:
+                second.after.before = first
+            block = first
+        return block
+
+    def _keep(self, block: _Block) -> None:
         bisect.insort(self._free[block.small], (block.size, block.address, block))  # no two have one address
 
-    def _drop(self, block: _AllocatorBlock) -> None:
+    def _drop(self, block: _Block) -> None:
         pool = self._free[block.small]
         del pool[bisect.bisect_left(pool, (block.size, block.address))]
+
+
+class ExpandableAllocator(CachingAllocator):
+    """Two ranges of addresses, of small and of large tensors, to which pages are mapped."""
+
+    def __init__(self, card_bytes: float = float("inf")) -> None:
+        super().__init__(card_bytes)
+        self._first = {small: _Block(0, _ENDLESS, small, mapped=False) for small in _PAGES}
+
+    def release(self) -> None:
+        for small, page in _PAGES.items():
+            for _, _, block in list(self._free[small]):
+                start = -(-block.address // page) * page
+                end = (block.address + block.size) // page * page
+                if start < end:
+                    self._unmap(block, start, end)
+
+    def _unmap(self, block: _Block, start: int, end: int) -> None:
+        self._drop(block)
+        if block.address < start:
+            inside = self._cut(block, start - block.address)
+            self._keep(block)
+            block = inside
+        if block.address + block.size > end:
+            self._keep(self._cut(block, end - block.address))
+        self.reserved_bytes -= block.size
+        block.mapped = False
+        self._merge(block)
+
+    def _best_fit(self, size: int, small: bool) -> _Block | None:
+        """Best fit; blocks at which the pool can grow count with the size that they would have."""
+        pool = self._free[small]
+        place = bisect.bisect_left(pool, (size, -1))
+        while place + 1 < len(pool) and _grown_size(pool[place + 1][2]) < _grown_size(pool[place][2]):
+            place += 1
+        return pool.pop(place)[2] if place < len(pool) else None
+
+    def _grow(self, size: int, small: bool) -> _Block | None:
+        block: _Block | None = next(one for one in self._growing(small) if _bytes_from(one) >= size)
+        assert block is not None
+        if not block.mapped:
+            block = self._map(block, size)
+        while block is not None and block.size < size and block.after is not None:
+            block = self._map(block.after, size - block.size)
+        if block is not None:
+            self._drop(block)
+        return block
+
+    def _splits(self, block: _Block, size: int) -> bool:
+        return block.size > size
+
+    def _growing(self, small: bool) -> Iterator[_Block]:
+        """Yield unmapped blocks by address, each with the free block before it."""
+        block: _Block | None = self._first[small]
+        while block is not None:
+            if not block.mapped:
+                yield block.before if block.before is not None and not block.before.used else block
+            block = block.after
+
+    def _map(self, block: _Block, size: int) -> _Block | None:
+        """Map pages to as much of ``block`` as ``size`` takes; return all that is free there."""
+        page = _PAGES[block.small]
+        wanted = -(-min(size, block.size) // page) * page
+        if not self._reserve(wanted):
+            return None
+        if block.size > wanted:
+            self._cut(block, wanted)
+        block.mapped = True
+        block = self._merge(block)
+        self._keep(block)
+        return block
+
+
+def _grown_size(block: _Block) -> int:
+    return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
+
+
+def _bytes_from(block: _Block | None) -> int:
+    """Return the bytes that are free or unmapped from ``block`` on."""
+    count = 0
+    while block is not None and not block.used:
+        count += block.size
+        block = block.after
+    return count

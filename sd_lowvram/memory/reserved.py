@@ -12,8 +12,16 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from ..units import MIB
-from .caching_allocator import LEAST, ROUND, SMALL, SMALL_SEGMENT, CachingAllocator, CardFullError
-from .expandable_segments import PAGE, ExpandableAllocator
+from .caching_allocator import (
+    LEAST,
+    PAGE,
+    ROUND,
+    SMALL,
+    SMALL_SEGMENT,
+    CachingAllocator,
+    CardFullError,
+    ExpandableAllocator,
+)
 
 
 class AllocatorSettings(NamedTuple):
@@ -29,7 +37,7 @@ class AllocatorSettings(NamedTuple):
     expandable: bool
     graph: bool = False
 
-    def allocator(self, card_bytes: float = float("inf")) -> CachingAllocator | ExpandableAllocator:
+    def allocator(self, card_bytes: float = float("inf")) -> CachingAllocator:
         """The allocator of a GPU with ``card_bytes`` of free memory."""
         if self.expandable:
             return ExpandableAllocator(card_bytes)
@@ -226,7 +234,7 @@ def _split_pools(allocations: Allocations) -> tuple[list[tuple[int, int]], int]:
     return [*large, *((number, -1) for number, size in sizes.items() if size > SMALL)], most
 
 
-def _fits(allocations: Allocations, allocator: CachingAllocator | ExpandableAllocator) -> bool:
+def _fits(allocations: Allocations, allocator: CachingAllocator) -> bool:
     try:
         _play(allocations, allocator)
     except CardFullError:
@@ -234,7 +242,7 @@ def _fits(allocations: Allocations, allocator: CachingAllocator | ExpandableAllo
     return True
 
 
-def _play(allocations: Allocations, allocator: CachingAllocator | ExpandableAllocator) -> None:
+def _play(allocations: Allocations, allocator: CachingAllocator) -> None:
     blocks: dict[int, Any] = {}
     for number, size in allocations:
         if size < 0:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sd_lowvram.memory.caching_allocator import CachingAllocator, CardFullError
-from sd_lowvram.memory.expandable_segments import PAGE, ExpandableAllocator
+from sd_lowvram.memory.caching_allocator import PAGE, CachingAllocator, CardFullError, ExpandableAllocator
 from sd_lowvram.memory.reserved import allocation_graph, count_reserved, segment
 from sd_lowvram.units import MIB
 
