@@ -18,13 +18,14 @@ work over the device's rates (:mod:`sd_lowvram.devices.performance`).
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import heapq
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..errors import BudgetError, LowVRAMError, PlanningError
@@ -221,22 +222,41 @@ class PlanSearch:
         beside = self._step_bytes(run) + besides + run.overhead_bytes - size * MIB
         larger = range(size - size % _FILLED_MIB + _FILLED_MIB, most + 1, _FILLED_MIB)
         held = list(itertools.takewhile(lambda size: self.vram.holds(beside + size * MIB), larger))
-        for filled_mib in held[: -1 - _TRIES : -1]:
-            changed: dict[str, Any] = {name: filled_mib}
-            base = dataclasses.replace(run.base, **changed)
-            filled = self.pricing.whole(base, self._options(base, [_choice(run, group) for group in self._groups]))
-            if _digits(self._cost(filled)) > _digits(self._cost(run)):
-                break
-            if self._fits(filled):
-                self._unfilled[base] = run.base
+        for filled_mib in itertools.chain(held[: -1 - _TRIES : -1], self._sparing_sizes(run, name, held)):
+            filled = self._with_buffer(run, name, filled_mib)
+            if _digits(self._cost(filled)) <= _digits(self._cost(run)) and self._fits(filled):
+                self._unfilled[filled.base] = run.base
                 return filled
         return run
 
+    def _sparing_sizes(self, run: Candidate, name: str, sizes: Sequence[int]) -> Iterator[int]:
+        """Yield the smallest of ``sizes`` with which nothing is read from disk in a step.
+
+        A larger buffer takes longer to fill before the first step.
+        """
+        if self._read_bytes(run):
+
+            def spares(size: int) -> bool:
+                return not self._read_bytes(self._with_buffer(run, name, size))
+
+            first = bisect.bisect_left(sizes, True, key=spares)
+            yield from sizes[first : first + 1]
+
+    def _with_buffer(self, run: Candidate, name: str, size_mib: int) -> Candidate:
+        """Return ``run`` with ``size_mib`` as the knob ``name``."""
+        changed: dict[str, Any] = {name: size_mib}
+        base = dataclasses.replace(run.base, **changed)
+        return self.pricing.whole(base, self._options(base, [_choice(run, group) for group in self._groups]))
+
     def _cost(self, run: Candidate) -> float:
-        """The seconds of ``run``, and the cost of what it reads from disk."""
-        stages = zip(self._stages, run.stages, strict=True)
-        read = sum(priced.disk_bytes * (self.request.steps if stage.repeats else 1) for stage, priced in stages)
+        """Return the seconds of ``run``, and the cost of what it reads from disk."""
+        read = self._read_bytes(run)
         return run.seconds + (read_cost(read, self.pricing.host.disk) if read else 0.0)
+
+    def _read_bytes(self, run: Candidate) -> int:
+        """Return the bytes that ``run`` reads from disk, all steps together."""
+        stages = zip(self._stages, run.stages, strict=True)
+        return sum(priced.disk_bytes * (self.request.steps if stage.repeats else 1) for stage, priced in stages)
 
     def _step_bytes(self, run: Candidate) -> int:
         """The most bytes that a stage of each step reserves."""
