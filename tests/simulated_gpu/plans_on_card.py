@@ -96,9 +96,10 @@ _BUDGETS_HEAD = """# Budgets below the card's memory, on a simulated card of 8 G
 
 Cases drawn by a seed, shapes only, four steps and a decode on torch's own CUDA allocator
 (`tests/simulated_gpu/plans_on_card.py budgets` wrote this). SD1.5 and SDXL are of full size, the transformers have few
-narrow layers. Budgets from the least (0) to that of the plan with 6 GiB (1). *Reserved* is what torch's allocator held
-at most, with the driver's share, as in the budget; MiB. *Fallback steps* are repeated calls and leaner plans after a
-call ran out of memory. *Allocator calls* are device allocations a step after the second.
+narrow layers. Budgets from the least (0) to that of the plan with 6 GiB (1). *Reserved* is what torch's allocator
+held at most, with the driver's share, as in the budget; MiB. *Reserved planned* is enough if unused segments are
+freed; within a larger budget the allocator may keep them. *Fallback steps* are repeated calls and leaner plans after
+a call ran out of memory. *Allocator calls* are device allocations a step after the second.
 """
 _BUDGETS_HEADS = (
     "model", "size", "batch", "from", "share", "budget", "reserved planned", "reserved", "fallback steps",
@@ -474,8 +475,12 @@ def budget_lines(report: dict[str, Any]) -> Iterator[str]:
 
     yield _BUDGETS_HEAD
     rows = [(Case(*row[:6]), row[6:]) for row in report["rows"]]
+    within = sum(reserved <= budget and not steps for _, (budget, _, reserved, steps, _) in rows)
     kept = sum(is_kept(figures) for _, figures in rows)
-    yield f"{kept} of {len(rows)} within budget and plan, without a repeated call; {len(drawn_budgets())} are drawn."
+    yield (
+        f"{within} of {len(rows)} within the budget, without a repeated call; {kept} reserved no more than planned. "
+        f"{len(drawn_budgets())} are drawn."
+    )
     yield ""
     yield from table(_BUDGETS_HEADS, (_budget_cells(case, figures) for case, figures in rows))
 
