@@ -71,7 +71,7 @@ def rehearse(pipe: Any, /, **call: Any) -> Rehearsal:
     steps = call.get(_STEPS, getattr(_parameters(pipe).get(_STEPS), "default", None))
     fewer = full
     if isinstance(steps, int) and _STEPS in _parameters(pipe):
-        fewer = copied.run_first(call, 2 if steps > 2 else 3 * steps, 2 * steps)
+        fewer = copied.run_first(call, 2 if steps > 2 else 3 * steps, 2 * steps) or full
     repeated = _step_models(full.counts, fewer.counts)
     steps_by_group = steps_of([row.component for row in full.calls], repeated.__contains__)
     models = copied.originals
@@ -162,12 +162,14 @@ class _Copy:
         numbers = {key: number for number, key in enumerate(self._rows)}
         return Rehearsal(tuple(self._rows.values()), tuple(numbers[key] for key in self._order))
 
-    def run_first(self, call: Mapping[str, Any], *steps: int) -> Rehearsal:
-        """Return the record of the first run that succeeds: at a low ``strength`` no step is left of few."""
-        for count in steps[:-1]:
+    def run_first(self, call: Mapping[str, Any], *steps: int) -> Rehearsal | None:
+        """Return the record of the first run that succeeds; None if none does.
+
+        At a low ``strength`` no step is left of few, and some pipelines take one number of steps only."""
+        for count in steps:
             with contextlib.suppress(Exception):  # the pipeline's own
                 return self.run({**call, _STEPS: count})
-        return self.run({**call, _STEPS: steps[-1]})
+        return None
 
     def _pipeline(self) -> Any:
         """A shallow copy of the pipeline with the copied models, and copies of its schedulers and tokenizers."""
@@ -418,7 +420,7 @@ class _Ledger(TorchDispatchMode):
             result = self._fake(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
-            if not func._schema.is_mutable:
+            if not func._schema.is_mutable and func is not _DETACH:  # of a weight, a parameter is made of that
                 result = tree_map(_real_if_small, result)  # of weights that the pipeline reads
         self.book(result)
         return result
@@ -443,6 +445,7 @@ def _real_if_small(leaf: Any) -> Any:
         return torch.zeros(tuple(leaf.shape), dtype=leaf.dtype)
 
 
+_DETACH = torch.ops.aten.detach.default
 _FACTORIES = frozenset(f"aten::{new}{name}" for new in ("", "new_") for name in ("zeros", "ones", "empty", "full"))
 
 

@@ -1,4 +1,5 @@
-"""diffusers' own tests of its pipelines, without our hooks and with them: none fails that did not fail before."""
+"""diffusers' own tests of its pipelines, without our hooks and with them: none fails that did not fail before. And the
+pipelines that these tests configure, rehearsed against a real run and planned within budgets."""
 
 from __future__ import annotations
 
@@ -103,3 +104,14 @@ def test_no_test_of_theirs_fails_that_did_not_before(theirs: Path, name: str, ho
     assert not none and counts["attached"] >= 20 and sum(refused.values()) <= counts["attached"] // 20
     new = {test for test in after - before if test.rpartition("::")[2] not in EXCUSED.get(hooks, ())}
     assert not new, sorted(new)
+
+
+@pytest.mark.slow(3600)
+@pytest.mark.parametrize("part", ["calls", "half", "plans"])
+def test_pipelines_run_as_they_were_rehearsed_and_planned(theirs: Path, part: str, tmp_path: Path) -> None:
+    out = tmp_path / "pipelines.md"
+    command = [sys.executable, Path(__file__).parent / "over_pipelines.py", theirs, "--part", part, "--out", out]
+    run = subprocess.run(command, cwd=theirs, capture_output=True, text=True, check=False)
+    sheet = out.read_text(encoding="utf-8")
+    print(*(line for line in sheet.splitlines() if line.startswith("- ")), sep="\n")
+    assert run.returncode == 0, re.findall(r".*\*\*.*", sheet)
