@@ -95,7 +95,7 @@ def test_never_less_than_what_is_held_nor_more_than_what_is_taken_where_there_is
                 allocator.free(blocks.pop(number))
             else:
                 blocks[number] = allocator.allocate(size)
-        if isinstance(allocator, CachingAllocator):
+        if type(allocator) is CachingAllocator:
             least, kept = count_reserved(allocations)
             assert most <= least <= kept
             assert allocator.peak_bytes <= kept + 2 * MIB
