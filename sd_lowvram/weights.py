@@ -229,6 +229,25 @@ def map_tensors(tree: Any, convert: Convert) -> Any:
     return tree_map(lambda leaf: convert(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
+def map_result(result: Any, convert: Convert) -> Any:
+    """Return what a model returned with every tensor converted; an encoder's distribution, a plain object, in place.
+
+    Args:
+        result: as for :func:`map_tensors`, with distributions among the leaves.
+        convert: function from a tensor to its replacement.
+    """
+
+    def converted(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return convert(leaf)
+        if callable(getattr(leaf, "sample", None)):
+            held = {name: value for name, value in vars(leaf).items() if isinstance(value, Tensor)}
+            vars(leaf).update({name: convert(value) for name, value in held.items()})
+        return leaf
+
+    return tree_map(converted, result)
+
+
 def first_tensor(tree: Any) -> Tensor | None:
     """The first tensor in a nest of arguments."""
     return next((leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)), None)

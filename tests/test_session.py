@@ -182,6 +182,17 @@ def test_weights_stay_of_their_kind_within_inference_mode(settings: Settings, lo
     assert kinds(pipe) == kind
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["an output", "a tuple"])
+def test_an_encoder_in_fp32_on_the_processor_returns_its_inputs_type(whole: bool) -> None:
+    """Latents of another type would end the run at the denoiser's first layer, after a picture that is begun from."""
+    pipe = families.plain("sd15").to(torch.float16)
+    picture = torch.zeros(1, 3, 32, 32, dtype=torch.float16)
+    with torch.no_grad(), attached(pipe, Settings(offload="component", decoder_device="cpu"), device=CPU):
+        result = pipe.vae.encode(picture, return_dict=whole)
+        latents = (result.latent_dist if whole else result[0]).sample()
+    assert latents.dtype == torch.float16
+
+
 def test_optimized_and_restored_within_inference_mode(pipe: Any) -> None:
     before = snapshot(pipe)
     with torch.inference_mode():

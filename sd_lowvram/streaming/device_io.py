@@ -12,7 +12,7 @@ from ..compat.private import FakeTensor
 from ..errors import LowVRAMError
 from ..memory import host_account, to_device
 from ..memory.accounts import actual_device, tracing
-from ..weights import all_tensors, first_tensor, map_tensors
+from ..weights import all_tensors, first_tensor, map_result, map_tensors
 
 
 def refuse_unseen(component: nn.Module) -> None:
@@ -46,13 +46,7 @@ def run_at(device: torch.device, original: Callable[..., Any], *args: Any, **kwa
 
 def send_tensors(result: Any, home: torch.device) -> Any:
     """Return ``result`` with its tensors on ``home``."""
-    distribution = getattr(result, "latent_dist", None)
-    if distribution is not None:  # an encoder returns a plain object, which is not a pytree
-        for name, held in vars(distribution).items():
-            if isinstance(held, Tensor):
-                setattr(distribution, name, held.to(home))
-        return result
-    return map_tensors(result, lambda tensor: tensor.to(home))
+    return map_result(result, lambda tensor: tensor.to(home))
 
 
 def look_up(device: torch.device, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -20,7 +20,7 @@ from ...memory.threads import place_of, turn
 from ...streaming.device_io import run_at
 from ...streaming.layers import place_bytes
 from ...streaming.pool import Pool
-from ...weights import all_tensors, first_tensor, map_tensors, set_data
+from ...weights import all_tensors, first_tensor, map_result, map_tensors, set_data
 
 
 def run_on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def run_on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with host_account():
         args, kwargs = widen((args, kwargs))
         result = run_at(torch.device("cpu"), original, *args, **kwargs)
-    return map_tensors(result, lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return map_result(result, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def place(components: list[nn.Module], device: torch.device) -> Callable[[], None]:
