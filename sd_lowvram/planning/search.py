@@ -222,25 +222,31 @@ class PlanSearch:
         beside = self._step_bytes(run) + besides + run.overhead_bytes - size * MIB
         larger = range(size - size % _FILLED_MIB + _FILLED_MIB, most + 1, _FILLED_MIB)
         held = list(itertools.takewhile(lambda size: self.vram.holds(beside + size * MIB), larger))
-        for filled_mib in itertools.chain(held[: -1 - _TRIES : -1], self._sparing_sizes(run, name, held)):
-            filled = self._with_buffer(run, name, filled_mib)
-            if _digits(self._cost(filled)) <= _digits(self._cost(run)) and self._fits(filled):
+        for filled in self._larger(run, name, held):
+            if self._fits(filled):
                 self._unfilled[filled.base] = run.base
                 return filled
         return run
 
-    def _sparing_sizes(self, run: Candidate, name: str, sizes: Sequence[int]) -> Iterator[int]:
-        """Yield the smallest of ``sizes`` with which nothing is read from disk in a step.
+    def _larger(self, run: Candidate, name: str, sizes: Sequence[int]) -> Iterator[Candidate]:
+        """Yield ``run`` with buffers of ``sizes``, the largest first, as long as it costs no more.
 
-        A larger buffer takes longer to fill before the first step.
+        Then with the smallest that spares the disk: a larger one takes longer to fill before the first step.
         """
+        most = _digits(self._cost(run))
+        for size in sizes[: -1 - _TRIES : -1]:
+            filled = self._with_buffer(run, name, size)
+            if _digits(self._cost(filled)) > most:
+                break
+            yield filled
         if self._read_bytes(run):
 
             def spares(size: int) -> bool:
                 return not self._read_bytes(self._with_buffer(run, name, size))
 
             first = bisect.bisect_left(sizes, True, key=spares)
-            yield from sizes[first : first + 1]
+            sparing = (self._with_buffer(run, name, size) for size in sizes[first : first + 1])
+            yield from (filled for filled in sparing if _digits(self._cost(filled)) <= most)
 
     def _with_buffer(self, run: Candidate, name: str, size_mib: int) -> Candidate:
         """Return ``run`` with ``size_mib`` as the knob ``name``."""
