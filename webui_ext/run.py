@@ -455,7 +455,7 @@ def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | N
         steps: of the pass that comes, where it has a number of its own.
         anew: True to plan again whatever comes.
     """
-    if not _running and not any(owner.under_way for owner in _owners):
+    if not _is_under_way():
         return
     running = _running[-1] if _running else None
     requested = _asked_now(model) or (running.picture if running else None)
@@ -465,15 +465,21 @@ def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | N
     picture = requested.of_latents(shape, factor, passes, steps)
     chosen = _owners[-1].chosen if running is None else running.chosen
     tiled = not chosen.get("tiled") and host.is_tiled_elsewhere(model)
-    other_steps = running is not None and steps not in (None, running.picture.steps)  # encoded at the size that comes
-    if tiled or running is None or _is_outgrown(running, p, model, picture, anew or other_steps):
+    if tiled or anew or running is None or _is_outgrown(running, p, model, picture, steps):
         with _answers(picture):
             start(model, {**chosen, "tiled": True} if tiled else chosen, picture, fallback_steps())
 
 
-def _is_outgrown(running: _Running, p: Any, model: Any, picture: Generation, anew: bool) -> bool:
-    """True if what is attached was planned for another model, a smaller picture, or another ``p``."""
-    if anew or running.model is not model or picture.load > running.picture.load:
+def _is_under_way() -> bool:
+    """True if something is attached, or the host draws for one of our owners."""
+    return bool(_running) or any(owner.under_way for owner in _owners)
+
+
+def _is_outgrown(running: _Running, p: Any, model: Any, picture: Generation, steps: int | None) -> bool:
+    """True if what is attached was planned for another model, a smaller picture, other steps, or another ``p``."""
+    if running.model is not model or picture.load > running.picture.load:
+        return True
+    if steps not in (None, running.picture.steps):  # the picture was encoded at the size that comes
         return True
     return bool(serves(p)) and running.serves is not _now()
 
