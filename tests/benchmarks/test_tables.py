@@ -6,9 +6,11 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import comfyui_decodes
 import fault_table
@@ -50,6 +52,7 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "measured/nvidia-h100-80gb-hbm3": gpu.lines,
     "measured/plans-on-h100": lambda values: _on_card("plans").lines(values),
     "peers": peers.lines,
+    "pipelines": lambda values: _script("others/over_pipelines.py").lines(values["rows"]),
     "plans": plans.lines,
     "plans_on_card": lambda values: _on_card("plans").lines(values),
     "published": published.lines,
@@ -73,11 +76,16 @@ BY_PARTS = ("measured/", "simulated/")
 def _on_card(what: str) -> Any:
     """The script that makes it, which lies with the tests of a simulated card."""
     folder = "simulated_gpu" if what == "plans" else "benchmarks/simulated_gpu"
-    place = ROOT / "tests" / folder / f"{what}_on_card.py"
-    found = importlib.util.spec_from_file_location(f"table_of_{what}", place)
+    return _script(f"{folder}/{what}_on_card.py")
+
+
+def _script(place: str) -> Any:
+    """A script among the tests."""
+    found = importlib.util.spec_from_file_location(f"table_of_{Path(place).stem}", ROOT / "tests" / place)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    with mock.patch.object(sys, "path", [*sys.path]):
+        found.loader.exec_module(module)
     return module
 
 
