@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ..units import MIB
 
@@ -35,7 +36,7 @@ class CardFullError(Exception):
     """Raised if the GPU cannot give the memory for an allocation, even after all unused memory is freed."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Block:
     """Some addresses of a segment, with their neighbours in it: in use, free, or not mapped."""
 
@@ -110,6 +111,11 @@ class CachingAllocator:
             parts = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
             self.reserved_bytes -= sum(size for size, _, _ in pool) - sum(size for size, _, _ in parts)
             pool[:] = parts
+
+    def state(self) -> tuple[Any, ...]:
+        """Values that decide, with the addresses of the blocks in use, where the next blocks are placed."""
+        free = tuple((size, address) for pool in self._free.values() for size, address, _ in pool)
+        return self.reserved_bytes, self._next_address, free
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         """Take a free block of at least ``size`` bytes; return None if there is none."""

@@ -114,9 +114,9 @@ def count_reserved(allocations: Allocations, held: int = 0, again: bool = False)
     large, small_bytes = _split_pools([(-1, held), *times])
     unit = PAGE if settings.expandable else ROUND
     least = most_units = 0
-    for order in _orders(large):
+    for order in map(_Course, _orders(large)):
         most = settings.allocator()
-        _play(order, most)
+        order.play(most)
         most_units = max(most_units, most.peak_bytes // unit)
         least = _least(order, max(least, -(-most.allocated_peak // unit)), most.peak_bytes // unit, unit)
     # Growing segments begin where the weights end, anywhere in a page.
@@ -148,15 +148,15 @@ def _next_time(allocations: Allocations) -> Iterator[tuple[int, int]]:
             yield now[number], size
 
 
-def _least(allocations: Allocations, low: int, high: int, unit: int) -> int:
-    """The smallest number of units, from ``low`` to ``high``, in which ``allocations`` fit.
+def _least(order: _Course, low: int, high: int, unit: int) -> int:
+    """The smallest number of units, from ``low`` to ``high``, in which the allocations of ``order`` fit.
 
     The search starts near ``low``, because the result is nearly always there and a too small GPU is full soon.
     """
     step = 0
     while low < high:
         middle = min(low + step, (low + high) // 2)
-        if _fits(allocations, allocator_settings().allocator(middle * unit)):
+        if order.fits(allocator_settings().allocator(middle * unit)):
             high = middle
         else:
             low, step = middle + 1, 2 * step + 1
@@ -234,18 +234,108 @@ def _split_pools(allocations: Allocations) -> tuple[list[tuple[int, int]], int]:
     return [*large, *((number, -1) for number, size in sizes.items() if size > SMALL)], most
 
 
-def _fits(allocations: Allocations, allocator: CachingAllocator) -> bool:
-    try:
-        _play(allocations, allocator)
-    except CardFullError:
-        return False
-    return True
+class _Course:
+    """Allocations and their ends in one order, in which equal passes that follow each other are found.
+
+    The blocks of a transformer allocate and free equal sizes. Once a pass leaves an allocator in the state in which an
+    earlier pass left it, the passes between the two repeat, and further ones are not played.
+    """
+
+    def __init__(self, allocations: Allocations) -> None:
+        """
+        Args:
+            allocations: as for :func:`count_reserved`.
+        """
+        made: dict[int, int] = {}
+        steps: list[int] = []
+        for place, (number, size) in enumerate(allocations):
+            if size < 0:
+                steps.append(made.pop(number) - place)
+            else:
+                made[number] = place
+                steps.append(size)
+        self._steps = steps
+        """Bytes of an allocation; for an end, the place of its allocation less its own."""
+        self._loops = [*_loops(steps), (len(steps), 0, 0)]
+
+    def fits(self, allocator: CachingAllocator) -> bool:
+        """True if the GPU of ``allocator`` has the memory for all allocations."""
+        try:
+            self.play(allocator)
+        except CardFullError:
+            return False
+        return True
+
+    def play(self, allocator: CachingAllocator) -> None:
+        """Make all allocations.
+
+        Raises:
+            CardFullError: the GPU of ``allocator`` is too small.
+        """
+        live: dict[int, Any] = {}
+        place = 0
+        for start, length, passes in self._loops:
+            self._play_until(start, place, allocator, live)
+            place, left, seen = start, passes, dict[Any, int]()
+            while left:
+                self._play_until(place + length, place, allocator, live)
+                place, left = place + length, left - 1
+                first = place - length
+                blocks = ((made - place if made >= first else made, block.address) for made, block in live.items())
+                state = allocator.state(), frozenset(blocks)
+                equal = seen.get(state, 0)
+                if equal:
+                    skipped = left // (equal - left) * (equal - left)
+                    live = {made + skipped * length * (made >= first): block for made, block in live.items()}
+                    place, left = place + skipped * length, left - skipped
+                    seen.clear()
+                seen[state] = left
+
+    def _play_until(self, stop: int, place: int, allocator: CachingAllocator, live: dict[int, Any]) -> None:
+        for at, step in enumerate(self._steps[place:stop], place):
+            if step < 0:
+                allocator.free(live.pop(at + step))
+            else:
+                live[at] = allocator.allocate(step)
 
 
-def _play(allocations: Allocations, allocator: CachingAllocator) -> None:
-    blocks: dict[int, Any] = {}
-    for number, size in allocations:
-        if size < 0:
-            allocator.free(blocks.pop(number))
-        else:
-            blocks[number] = allocator.allocate(size)
+def _loops(steps: list[int]) -> list[tuple[int, int, int]]:
+    """Start, length of a pass and number of passes of loops in ``steps``, in order.
+
+    The length of a pass is a distance at which many groups of steps occur again.
+    """
+    import numpy
+
+    values = numpy.array(steps, dtype=numpy.int64)
+    if len(values) < 3 * _PASS:
+        return []
+    groups = numpy.zeros(len(values) - _GROUP + 1, dtype=numpy.int64)
+    for place in range(_GROUP):
+        groups = groups * 1_000_003 + values[place : len(values) - _GROUP + 1 + place]
+    order = numpy.argsort(groups, kind="stable")
+    again = numpy.diff(order)[numpy.diff(groups[order]) == 0]
+    lengths, counts = numpy.unique(again[again >= _PASS], return_counts=True)
+    found: list[tuple[int, int, int]] = []
+    for length in lengths[numpy.argsort(counts)[-_LENGTHS:]].tolist():
+        differs = numpy.flatnonzero(values[length:] != values[:-length])
+        starts = numpy.concatenate(([0], differs + 1))
+        passes = 1 + (numpy.concatenate((differs, [len(values) - length])) - starts) // length
+        many = passes > 3
+        found += [
+            (start, length, each) for start, each in zip(starts[many].tolist(), passes[many].tolist(), strict=True)
+        ]
+    chosen: list[tuple[int, int, int]] = []
+    for start, length, passes in sorted(found, key=lambda loop: (2 - loop[2]) * loop[1]):
+        if all(start + length * passes <= first or start >= first + many * each for first, each, many in chosen):
+            chosen.append((start, length, passes))
+    return sorted(chosen)
+
+
+_GROUP = 16
+"""Steps that are compared to find how long a pass is."""
+
+_LENGTHS = 16
+"""Lengths of passes that are tried, those first at which most groups occur again."""
+
+_PASS = 32
+"""Steps of the shortest pass that is worth a comparison of states."""

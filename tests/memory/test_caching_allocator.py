@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sd_lowvram.memory import reserved
 from sd_lowvram.memory.caching_allocator import PAGE, CachingAllocator, CardFullError, ExpandableAllocator
 from sd_lowvram.memory.reserved import allocation_graph, count_reserved, segment
 from sd_lowvram.units import MIB
@@ -104,3 +105,41 @@ def test_never_less_than_what_is_held_nor_more_than_what_is_taken_where_there_is
             allocator.free(block)
         allocator.release()
         assert allocator.reserved_bytes == allocator.allocated_bytes == 0
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([2, 3, 9, 17, 25]), st.integers(1, 30)), min_size=20, max_size=40),
+    st.integers(4, 12),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_equal_passes_reserve_the_bytes_of_the_whole_run(
+    block: list[tuple[int, int]], passes: int, grows: bool
+) -> None:
+    """Blocks with tensors that live for some allocations, also into the next pass."""
+    steps: list[tuple[int, int]] = []
+    ends: dict[int, list[int]] = {}
+    for number, (mib, lives) in enumerate([(30, 1000), *(block * passes), (40, 1)]):
+        steps += [*((other, -1) for other in ends.pop(number, [])), (number, mib * MIB)]
+        ends.setdefault(number + lives, []).append(number)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.platform", "linux")
+        patch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{grows}")
+        found = count_reserved(steps, again=True)
+        patch.setattr(reserved, "_loops", lambda steps: [])
+        assert found == count_reserved(steps, again=True)
+
+
+def test_of_equal_passes_few_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = [(MIB * (2 + size % 7), 5) for size in range(40)]
+    steps: list[tuple[int, int]] = []
+    for number, (size, lives) in enumerate(block * 30):
+        steps += [*([(number - lives, -1)] if number >= lives else []), (number, size)]
+    calls: list[int] = []
+    allocate = CachingAllocator.allocate
+    monkeypatch.setattr(CachingAllocator, "allocate", lambda self, size: calls.append(size) or allocate(self, size))
+    found, few = count_reserved(steps), len(calls)
+    monkeypatch.setattr(reserved, "_loops", lambda steps: [])
+    calls.clear()
+    assert found == count_reserved(steps)
+    assert few < len(calls) / 3
