@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -32,6 +32,14 @@ class Follower(Protocol):
         Args:
             places: numbers of records at the start and end of each pass that ran.
             order: for each pass of the whole loop, the number of the pass that represents it.
+        """
+
+    def run_once(self, kind: Hashable, run: Callable[[], object]) -> None:
+        """Call ``run``, or record the allocations of an equal call again.
+
+        Args:
+            kind: equal for calls that allocate the same.
+            run: the call; its result is not used.
         """
 
 
@@ -69,6 +77,20 @@ def exclude_from_counts() -> Iterator[None]:
         yield
     finally:
         _state.times = before
+
+
+def run_uncounted(kind: Hashable, run: Callable[[], object]) -> None:
+    """Call ``run`` for its memory alone, because it rarely runs; its work does not count.
+
+    Args:
+        kind: equal for calls that allocate the same: of these, a trace runs one.
+        run: the call; its result is not used.
+    """
+    with exclude_from_counts():
+        if _state.follower is None:
+            run()
+        else:
+            _state.follower.run_once(kind, run)
 
 
 def standing_for(pieces: Sequence[Piece], order: Sequence[int]) -> Iterator[Piece]:

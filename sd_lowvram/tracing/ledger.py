@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,7 +75,11 @@ class Ledger:
             allocation, (number, -1) for its end. Temporaries of kernels and libraries' workspaces are included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, equals: bool = False) -> None:
+        """
+        Args:
+            equals: True if equal calls may be run once: spans of work are then fewer, the sums of work the same.
+        """
         self.timeline = Timeline()
         self.live = {"device": 0, "weights": 0, "host": 0}
         self.born = {"device": 0, "weights": 0, "host": 0}
@@ -85,6 +89,7 @@ class Ledger:
         self._new_number = functools.partial(next, itertools.count())
         self._equals: dict[int, list[int]] = {}
         self._booked: dict[int, _Booked] = {}
+        self._calls: dict[Hashable, list[tuple[int, int]]] | None = {} if equals else None
         self._deaths = Deaths(self._strike)
 
     def book(self, tensor: Tensor, account: Account, *, born: bool = True) -> None:
@@ -150,6 +155,27 @@ class Ledger:
         self.allocations[places[0] :], equals = whole_loop(traced, _shorten(order), self._new_number, SMALL)
         for number, others in equals.items():
             self._equals.setdefault(number, []).extend(others)
+
+    def run_once(self, kind: Hashable, run: Callable[[], object]) -> None:
+        """Call ``run``, or record its allocations again, as :class:`sd_lowvram.memory.repeats.Follower` describes.
+
+        Calls are equal only if equal bytes are alive: then the peaks are equal too. A call is recorded if it frees all
+        that it made and nothing else.
+        """
+        if self._calls is None:
+            run()
+            return
+        live = self.live_now()
+        key = kind, *live.values()
+        if key in self._calls:
+            self.repeat(self._calls[key], {})
+            return
+        place = self.place()
+        run()
+        made = self.allocations[place : self.place()]
+        both = Counter({number: 2 for number, nbytes in made if nbytes >= 0})
+        if self.live_now() == live and Counter(number for number, _ in made) == both:
+            self._calls[key] = made
 
     def account_of(self, tensor: Tensor) -> Account:
         """The account of the storage of ``tensor``; the device if it is not booked."""

@@ -199,7 +199,7 @@ def trace_equals_once(
     fakes = (parameter for parameter in parameters if isinstance(parameter, FakeTensor))
     active = active_fake_mode(*tensors, *itertools.islice(fakes, 1))
     mode = active or FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = _Tracer(mode, overhead, most_copied)
+    tracer = _Tracer(mode, overhead, most_copied, bool(equals))
     alone = contextlib.nullcontext() if active else pause_models(modules)  # no other thread runs a model of fakes
     with (
         alone,
@@ -242,9 +242,9 @@ def trace_equals_once(
 class _Tracer(TorchDispatchMode):
     """Dispatch mode that sees every operator before the fake mode, and books its results."""
 
-    def __init__(self, mode: FakeTensorMode, overhead: Overhead, most_copied: float) -> None:
+    def __init__(self, mode: FakeTensorMode, overhead: Overhead, most_copied: float, equals: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger = Ledger()
+        self.ledger = Ledger(equals)
         self.work = ModuleWork(most_copied)
         self._mode = mode
         self._overhead = overhead

@@ -79,6 +79,24 @@ def test_strips_of_the_autoencoder(part: str, where: str, monkeypatch: Any) -> N
     assert figures(short) == figures(whole)
 
 
+@pytest.mark.parametrize(
+    ("part", "where"), [("decode", "held"), ("decode", "parked"), ("decode", "recomputed"), ("encode", "parked")]
+)
+def test_equal_strips_in_float32(part: str, where: str) -> None:
+    vae = build_components(tiny.config("sd15"), only=("vae",), device="meta")["vae"].half()
+    given = torch.empty(1, *((4, 45, 48) if part == "decode" else (3, 360, 384)), dtype=torch.float16, device="meta")
+
+    def run(vae: Any, x: torch.Tensor) -> Any:
+        return vae.decode(x).sample if part == "decode" else vae.encode(x)
+
+    settings = Settings(vae_tiles="exact", vae_map=where, vae_strip_mib=1)
+    with torch.inference_mode(), attached(vae, settings, device="cpu"):
+        short, whole = trace_equals_once(run, (vae, given), {}, equal_modules(vae)), trace(run, vae, given)
+    assert len(short.timeline) < 0.9 * len(whole.timeline)
+    assert figures(short) == figures(whole)
+    assert (short.reserved_bytes, short.recorded_bytes) == (whole.reserved_bytes, whole.recorded_bytes)
+
+
 def work_of_modules(traced: MemoryTrace) -> dict[str, list[int]]:
     """Sums over a module's spans."""
     found: dict[str, list[int]] = {}

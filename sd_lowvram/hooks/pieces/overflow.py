@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...compat.private import FakeTensor
 from ...errors import NotFiniteError
-from ...memory.repeats import exclude_from_counts
+from ...memory.repeats import exclude_from_counts, run_uncounted
 from ...patches import Answered
 from ...progress import log_event
 from ...weights import place_part
@@ -57,13 +57,14 @@ class OverflowCheck:
         self._overflows = False
         self._again = self._widened = 0
 
-    def rows(self, compute: Rows, start: int, stop: int, final: bool = False) -> Tensor:
+    def rows(self, compute: Rows, start: int, stop: int, final: bool = False, kind: Hashable = None) -> Tensor:
         """Result of ``compute`` for rows ``start`` to ``stop``, finite wherever it is checked.
 
         Args:
             compute: function from (start, stop, in float32) to rows (N, C, rows, W).
             start, stop: rows of the result.
             final: True for the last result, which has the type of the input whatever the type of the maps.
+            kind: equal for rows that are computed in float32 in the same way; None: unknown.
 
         Returns:
             (N, C, stop - start, W).
@@ -72,8 +73,8 @@ class OverflowCheck:
             NotFiniteError: the rows are not finite in float32 either.
         """
         if self._plans:
-            with exclude_from_counts():
-                self._compute_float32(compute, start, min(stop, start + piece(start, stop)), final)
+            part = functools.partial(self._compute_float32, compute, start, start + piece(start, stop), final)
+            run_uncounted((start, stop, object()) if kind is None else kind, part)
         if self._kept_in != self._dtype:
             self._widened += 1
             return self._compute_float32(compute, start, stop, final)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -276,7 +276,7 @@ class _StripPass:
             x, [operation.norm for operation in operations] + [gathered.norm if gathered else None], resize
         )
         cuts = list(even_spans(height, max(rows, min(halo, height)) if len(operations) > 2 else rows))
-        final = sink == "held"
+        final, sweep = sink == "held", object()
 
         def compute(start: int, stop: int, wide: bool) -> Tensor:
             return run_strip(
@@ -286,7 +286,9 @@ class _StripPass:
         for number, (start, stop) in self._each(cuts, operations):
             if isinstance(sink, Overwritten):
                 sink.mark_written(start)
-            part = self.watch.rows(compute, start, stop, final)
+            part = self.watch.rows(
+                compute, start, stop, final, (sweep, _kind_in_float32(start, stop, operations, height, resize))
+            )
             if isinstance(sink, str):
                 sink = self._new((x.shape[0], part.shape[1], height, width), part, sink)
             if gathered is not None:
@@ -391,6 +393,18 @@ class _StripPass:
         self.shown = max(self.shown, int(1000 * (self.done + share) / len(self.groups)))
         if not self.silent:
             progress.report(self.stage, self.shown, 1000)
+
+
+def _kind_in_float32(start: int, stop: int, operations: Sequence[Operation], height: int, resize: float) -> Hashable:
+    """Key of the work for the first piece in float32 of rows ``start`` to ``stop`` of a sweep's result.
+
+    Away from the edges of a map of ``height`` rows the work depends on numbers of rows alone.
+    """
+    rows = piece(start, stop)
+    first, last = needed_rows(start, start + rows, operations)
+    if first <= 0 or last >= int(height / resize):
+        return start, start + rows
+    return rows, last - first, start - int(first * resize), first % 2 if resize < 1 else 0
 
 
 def _store(sink: Any, rows: slice, strip: Tensor) -> None:
