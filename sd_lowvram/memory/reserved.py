@@ -302,10 +302,12 @@ class _Course:
 def _loops(steps: list[int]) -> list[tuple[int, int, int]]:
     """Start, length of a pass and number of passes of loops in ``steps``, in order.
 
-    The length of a pass is a distance at which many groups of steps occur again.
+    The length of a pass is a distance at which many groups of steps occur again. Without NumPy no loop is found.
     """
-    import numpy
-
+    try:
+        import numpy
+    except ImportError:
+        return []
     values = numpy.array(steps, dtype=numpy.int64)
     if len(values) < 3 * _PASS:
         return []
