@@ -109,7 +109,7 @@ class Configuration(NamedTuple):
 
 
 def configurations(module: Any) -> Iterator[Configuration]:
-    """Those that differ among the classes of a test file."""
+    """Classes of a test file that differ."""
     seen = set()
     own = (value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__)
     for test in own:
@@ -190,7 +190,7 @@ def within(pipe: Any, configuration: Configuration, expected: list[Any]) -> tupl
 
 
 def made(pipe: Any, configuration: Configuration) -> list[Any]:
-    """What the pipeline returns, as arrays."""
+    """Results of the pipeline, as arrays."""
     torch.manual_seed(2)
     np.random.seed(2)
     call = configuration.call()

@@ -485,7 +485,7 @@ def test_a_stated_budget_is_filled(anatomy: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_filled_budget_spares_the_disk(anatomy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where reading is hidden behind the compute, weights that host memory lacks stay on the device all the same."""
+    """Weights that host memory lacks stay on the device, even where reading them is hidden behind the compute."""
     monkeypatch.setattr(search, "_FILLED_MIB", 4)
     total = weight_bytes(anatomy.denoiser_module)
     rates = dataclasses.replace(_without_launches(), half_flops=RATES.half_flops / 32)
