@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from ..sd_lowvram.errors import BadInputError, PlanningError, ran_out
 from ..sd_lowvram.models import anatomy_of_components, compvis
 from ..sd_lowvram.models.anatomy import HOST, Anatomy, Family
 from ..sd_lowvram.models.calls import Shape, StepInputs
+from ..sd_lowvram.models.calls_compvis import POOLED, TEXT, input_widths
 from ..sd_lowvram.models.latents import latent_size
 from ..sd_lowvram.weights import map_tensors
 from . import host
@@ -98,14 +98,11 @@ class Conditions:
 _TOKENS = 512
 """Tokens of an assumed prompt: the length to which most of these models pad or cut."""
 
-_TEXT = re.compile("t5|txt|text|context|cap|cond|cross|y_embed|attn2.to_k")
-_POOLED = re.compile("vector|vec|pooled|clip|y_embed|label|adm")
-
 
 def foreseen(unet: nn.Module) -> Iterator[Conditions]:
     """Conditions that ``unet`` may be made for, likely ones first: of widths that its layers take."""
-    texts = _widths(unet, _TEXT)[:_MOST] or [_POOLED_WIDTH]
-    for number in _widths(unet, _POOLED)[:2] or [_POOLED_WIDTH]:
+    texts = input_widths(unet, TEXT)[:_MOST] or [_POOLED_WIDTH]
+    for number in input_widths(unet, POOLED)[:2] or [_POOLED_WIDTH]:
         for mask in ((), (("attention_mask", Like((_TOKENS,), torch.int64)),)):
             for text in texts:
                 yield Conditions((_TOKENS, text), (("pooled_output", Like((number,))), *mask))
@@ -115,16 +112,6 @@ _MOST = 4
 """Widths of texts that are tried."""
 _POOLED_WIDTH = 768
 """Width of the pooled text, which most models do not use."""
-
-
-def _widths(unet: nn.Module, names: re.Pattern[str]) -> list[int]:
-    """Widths that linear layers take which are called so, the outermost first."""
-    linears = [
-        (path, linear) for path, linear in unet.named_modules() if isinstance(linear, nn.Linear) and names.search(path)
-    ]
-    return list(
-        dict.fromkeys(int(linear.in_features) for _, linear in sorted(linears, key=lambda pair: pair[0].count(".")))
-    )
 
 
 def longest_conditions(conditionings: Mapping[str, Any]) -> Conditions | None:

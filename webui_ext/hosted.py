@@ -6,7 +6,6 @@ Hooks act in their autoencoders alone. A transformer that cannot be traced is le
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from sd_lowvram import doors
-from sd_lowvram.models import calls_compvis, compvis
+from sd_lowvram.models import compvis
 from sd_lowvram.models.anatomy import HOST, Anatomy
 from sd_lowvram.models.calls import Shape, StepInputs
+from sd_lowvram.models.calls_compvis import POOLED, TEXT, arguments, input_widths
 from sd_lowvram.models.latents import dtype_of, latent_shape
 
 COMPONENT = "transformer"
@@ -28,9 +28,6 @@ _TEXT_WIDTH = 4096
 """Width of T5's text, for a transformer whose layers do not show one."""
 _SIDE = 128
 """Latent pixels of the side of the pictures that these models are made for."""
-_TEXT = re.compile("t5|txt|text|context|cap_|cond|cross")
-_POOLED = re.compile("vector|pooled")
-_QUERIES = ("to_q", "q_proj", ".q")
 
 _untraced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -43,7 +40,7 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     transformer, vae = parts.get("unet"), parts.get("vae")
     if transformer is None or transformer in _untraced or compvis.is_unet(transformer):
         return {}
-    if not compvis.is_autoencoder(vae) or "context" not in calls_compvis.arguments(type(transformer)):
+    if not compvis.is_autoencoder(vae) or "context" not in arguments(type(transformer)):
         return {}
     return {COMPONENT: transformer, "vae": parts["vae"]}
 
@@ -84,13 +81,14 @@ def is_plain(anatomy: Anatomy) -> bool:
 
 def _step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
     transformer: Any = anatomy.denoiser_module
-    names, dtype = calls_compvis.arguments(type(transformer)), dtype_of(anatomy, COMPONENT)
-    pooled = _width(transformer, _POOLED) if "y" in names else None
+    names, dtype = arguments(type(transformer)), dtype_of(anatomy, COMPONENT)
+    text, *_ = [*input_widths(transformer, TEXT), _TEXT_WIDTH]
+    pooled = input_widths(transformer, POOLED)[:1] if "y" in names else []
     return StepInputs(
         latents=torch.empty(latent_shape(anatomy, shape), dtype=dtype),
         timestep=torch.empty(()),
-        text=torch.empty(shape.rows, _longest[0], _width(transformer, _TEXT) or _TEXT_WIDTH, dtype=dtype),
-        labels=None if pooled is None else torch.empty(shape.rows, pooled, dtype=dtype),
+        text=torch.empty(shape.rows, _longest[0], text, dtype=dtype),
+        labels=torch.empty(shape.rows, *pooled, dtype=dtype) if pooled else None,
         guidance=torch.empty(shape.rows, dtype=dtype) if "guidance" in names else None,
     )
 
@@ -101,16 +99,6 @@ def _predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
     time = inputs.timestep.expand(len(x))
     predicted: Tensor = transformer(x, time, context=inputs.text, transformer_options={}, **extra)
     return predicted
-
-
-def _width(transformer: nn.Module, names: re.Pattern[str]) -> int | None:
-    """The width that the outermost linear layer takes whose path has one of ``names``."""
-    found = [
-        (path.count("."), int(layer.in_features))
-        for path, layer in transformer.named_modules()
-        if hasattr(layer, "in_features") and names.search(path) and not path.endswith(_QUERIES)
-    ]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def _configs(components: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,11 @@ from .latents import dtype_of, latent_channels, latent_size
 
 _TOKENS = 77
 _TEXT_WIDTH = 768
+
+TEXT = re.compile("t5|txt|text|context|cap|cond|cross|y_embed|attn2.to_k")
+POOLED = re.compile("vec|pooled|clip|y_embed|label|adm")
+"""Names of the layers that take the text, and its pooled form, in transformers of hosts."""
+_QUERIES = ("to_q", "q_proj", ".q")
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
@@ -66,3 +72,13 @@ def _labels(unet: Any, rows: int, empty: Any) -> Tensor | None:
 def linears(module: nn.Module | None) -> Iterator[Any]:
     """The linear layers in ``module``, which may be None."""
     yield from (layer for layer in (module.modules() if module is not None else ()) if hasattr(layer, "in_features"))
+
+
+def input_widths(module: nn.Module, names: re.Pattern[str]) -> list[int]:
+    """Widths that linear layers take whose path has one of ``names``, the outermost first; queries are left out."""
+    found = [
+        (path.count("."), int(linear.in_features))
+        for path, linear in module.named_modules()
+        if hasattr(linear, "in_features") and names.search(path) and not path.endswith(_QUERIES)
+    ]
+    return list(dict.fromkeys(width for _, width in sorted(found, key=lambda pair: pair[0])))

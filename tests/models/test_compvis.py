@@ -20,6 +20,7 @@ from sd_lowvram import Settings, attached
 from sd_lowvram.errors import NoSiteError, UnsupportedModelError
 from sd_lowvram.hooks import arguments
 from sd_lowvram.memory import measured_peak
+from sd_lowvram.models import calls_compvis
 from sd_lowvram.models import compvis as family
 from sd_lowvram.models.calls import Shape, denoise_step
 from sd_lowvram.models.latents import latent_channels, scale_factor
@@ -331,3 +332,11 @@ def test_a_step_is_called_with_what_the_unet_takes(changed: Any, beside: Any, la
     assert inputs.latents.shape == (1, 4, 8, 8) and inputs.text.shape == (2, 77, 32)
     with torch.no_grad():
         assert denoise_step(anatomy.denoiser_module, inputs, anatomy.family.predict).shape == (1, 4, 8, 8)
+
+
+def test_widths_are_those_of_the_layers_that_are_named_outermost_first() -> None:
+    """A layer within blocks comes behind one outside them; queries take the model's own width."""
+    block = nn.ModuleDict({"txt_mlp": nn.Linear(5, 6), "cross_attn": nn.ModuleDict({"to_q": nn.Linear(7, 6)})})
+    module = nn.ModuleDict({"block": block, "txt_in": nn.Linear(3, 6), "other": nn.Linear(9, 6)})
+    assert calls_compvis.input_widths(module, calls_compvis.TEXT) == [3, 5]
+    assert calls_compvis.input_widths(module, calls_compvis.POOLED) == []
