@@ -39,6 +39,17 @@ def ways(model: Any, dissected: Anatomy) -> Iterator[dict[str, int]]:
         yield {}
 
 
+def keeps_all(model: Any) -> bool:
+    """True if the host keeps all weights of the model loaded: Forge on a CPU."""
+    return host.swaps_layers(model) and host.device().type == "cpu"
+
+
+def bytes_beside(model: Any, dissected: Anatomy) -> int:
+    """Bytes of the model's weights that are not of planned components, as those of text encoders."""
+    parts = [*_components(model, dissected).values(), *_texts(model)]
+    return weight_bytes(*parts) - weight_bytes(*dissected.components.values())
+
+
 _FOR_INFERENCE = 1 << 30
 """Bytes that Forge and reForge leave free in addition to the weights, if they do not report how many."""
 _MANAGEMENT = ("backend.memory_management", "ldm_patched.modules.model_management")
@@ -58,7 +69,7 @@ def decision(model: Any, dissected: Anatomy, plan: Plan) -> Reason:
     limit, capacity = room_for_weights(plan), free + _here(parts) - _inference_bytes()
     bounded = limit is not None and limit <= capacity and limit < whole
     capacity = max(0, capacity if limit is None else min(capacity, limit))
-    if host.device().type == "cpu" or whole <= capacity:
+    if keeps_all(model) or whole <= capacity:
         keeps, resident = "all", dict.fromkeys(sizes, whole)
     elif max(sizes.values()) <= capacity:
         keeps, resident = "one part", sizes

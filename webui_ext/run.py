@@ -105,9 +105,8 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
     )
     settings = _plan_settings(model, anatomy, chosen)
     anatomy = dataclasses.replace(anatomy, moved=host.moves_weights(model))
-    ways = list(loading.ways(model, anatomy)) if anatomy.moved else [{}]
     try:
-        plan = _first(ways, anatomy, request, settings)
+        plan = _first(_tries(model, anatomy, request, settings))
     except BudgetError as error:
         raise _explain_refusal(error, chosen, vram, other_bytes) from None
     except PlanningError as error:
@@ -122,18 +121,34 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
     return dataclasses.replace(plan, request=dataclasses.replace(request, vram=vram), predicted=predicted)
 
 
-def _first(ways: Sequence[Mapping[str, int]], anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
-    """The plan for the first of the host's ways to load weights with which there is one."""
-    for resident in ways[:-1]:
+_Try = tuple[Anatomy, Request, Settings]
+
+
+def _tries(model: Any, anatomy: Anatomy, request: Request, settings: Settings) -> list[_Try]:
+    """What is planned until there is a plan: for each of the host's ways to load weights, the fastest first.
+
+    Before them, where the host keeps all weights loaded, a plan that counts them all: it may decode in less.
+    """
+    ways = loading.ways(model, anatomy) if anatomy.moved else [{}]
+    tries: list[_Try] = [(dataclasses.replace(anatomy, kept=resident), request, settings) for resident in ways]
+    if loading.keeps_all(model) and (rest := request.vram - loading.bytes_beside(model, anatomy)) > 0:
+        whole = dataclasses.replace(anatomy, moved=False), dataclasses.replace(request, vram=rest)
+        tries.insert(0, (*whole, dataclasses.replace(settings, offload="none")))
+    return tries
+
+
+def _first(tries: Sequence[_Try]) -> Plan:
+    """The plan of the first of ``tries`` that has one."""
+    for one in tries[:-1]:
         with contextlib.suppress(BudgetError):
-            return _plan(resident, anatomy, request, settings)
-    return _plan(ways[-1], anatomy, request, settings)
+            return _plan(*one)
+    return _plan(*tries[-1])
 
 
-def _plan(resident: Mapping[str, int], anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
+def _plan(anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
     with host.precision_of_attention(), host.use_compute_type(anatomy):
-        plan = make_plan(dataclasses.replace(anatomy, kept=resident), request, settings, least=False)
-    return dataclasses.replace(plan, reasons=(*plan.reasons, FETCHED)) if resident else plan
+        plan = make_plan(anatomy, request, settings, least=False)
+    return dataclasses.replace(plan, reasons=(*plan.reasons, FETCHED)) if anatomy.kept else plan
 
 
 def _add_reasons(model: Any, plan: Plan, anatomy: Anatomy, chosen: Mapping[str, Any]) -> Plan:

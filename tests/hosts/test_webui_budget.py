@@ -153,6 +153,11 @@ def test_flux_is_counted_and_its_picture_is_the_same(flux: Server) -> None:
     check(flux.watched()[before:], 2)
     assert "MiB, more than this budget" in flux.plans()[-1]  # on a CPU, where Forge Neo keeps all weights
     assert flux.sites()["vae_exact"] == 2 and flux.watched()[-1]["peak"] < 0.6 * whole["peak"]
+    budget, before = whole["held"] + int(0.8 * whole["peak"]), len(flux.watched())  # too little for a whole decode
+    assert_same(flux.make(ours={"vram": f"{budget} b"}, **asked), plain)
+    check(flux.watched()[before:], 2)
+    assert "more than this budget" not in flux.plans()[-1] and flux.sites()["vae_exact"] == 2
+    assert all(one["held"] + one["peak"] <= budget for one in flux.watched()[before:])
     for more in ({}, {"prompt": "a red cube on a table " * 60}):  # of more tokens than are assumed
         before, lines = len(flux.watched()), len(flux.plans())
         ours = flux.make(ours={"preset": "smallest"}, **asked, **more)

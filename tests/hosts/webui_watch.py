@@ -64,10 +64,10 @@ def _unfolded(events: Any) -> int:
 
 
 def _held() -> int:
-    """Bytes of the model's weights, text encoders included where the host keeps them with it."""
+    """Bytes of the model's weights, text encoders included."""
     model = shared.sd_model
     forge = getattr(model, "forge_objects", None)
-    parts = [model] if forge is None else [forge.unet.model, forge.vae.first_stage_model]
+    parts = [model] if forge is None else [forge.unet.model, forge.vae.first_stage_model, forge.clip.cond_stage_model]
     return sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.parameters())
 
 

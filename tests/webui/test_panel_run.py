@@ -724,6 +724,23 @@ def test_weights_are_planned_as_the_host_leaves_them(host: Any, flags: dict[str,
             run.plan_for(model, chosen | {"vram": budget}, picture)
 
 
+@pytest.mark.parametrize("texts", [1 << 10, 8 << 20])
+def test_what_forge_keeps_loaded_on_a_cpu_is_of_the_budget(host: Any, texts: int) -> None:
+    """The decode goes in strips where all weights and a whole decode are too much, though one part and it are not."""
+    model, run = moved({}), importlib.import_module("webui_ext.run")
+    model.forge_objects.clip = SimpleNamespace(cond_stage_model=torch.nn.Linear(texts // 4, 1, bias=False))
+    picture = importlib.import_module("webui_ext.picture").Generation(256, 256, 1, 2)
+    chosen = {one.name: one.default for one in arguments()}
+    whole = run.plan_for(model, chosen | {"vram": "16GB"}, picture)
+    weights = texts + sum(weight_bytes(part) for part in run.host.anatomy(model).components.values())
+    most = max(stage.activation_bytes for stage in whole.stages)
+    budget = weights + most - (1 << 20) + whole.predicted.overhead_bytes
+    plan = run.plan_for(model, chosen | {"vram": f"{budget} b"}, picture)
+    assert plan.request.vram == budget and not run.decision_in(plan).values["over_budget"]
+    assert max(stage.activation_bytes for stage in plan.stages) < most - (1 << 20)
+    assert run._attachable(model, plan.settings).offload is None
+
+
 KEPT = [
     # MiB that are free on the card, and those of the model that stay there: the UNet has 12.3 of 18.9, the text 4 more
     (1100, 22.9, "keeps all 22.9 MiB of the model"),
