@@ -125,7 +125,7 @@ _Try = tuple[Anatomy, Request, Settings]
 
 
 def _tries(model: Any, anatomy: Anatomy, request: Request, settings: Settings) -> list[_Try]:
-    """What is planned until there is a plan: for each of the host's ways to load weights, the fastest first.
+    """Requests to plan until one of them fits: one for each of the host's ways to load weights, the fastest first.
 
     Before them, where the host keeps all weights loaded, a plan that counts them all: it may decode in less.
     """
