@@ -172,7 +172,7 @@ def test_the_host_is_asked_for_the_model_whose_turn_it_is(turns) -> None:
         ("twice", "this MODEL is a schedule of two"),
         ("optimized after", "UNet Schedule"),
         ("planned after", "UNet Schedule"),
-        ("deep features", "deep_cache"),
+        ("deep features", "Reuse deep features every N steps"),
     ],
 )
 def test_what_a_schedule_cannot_do_is_told(turns, what, why) -> None:
