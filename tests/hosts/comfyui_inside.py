@@ -444,10 +444,15 @@ def _guided(way: str, model: Any, given: tuple[Any, Any], latents: Any, steps: i
     return made["samples"]
 
 
-def first_output(kind: Any, *inputs: Any) -> Any:
-    """The first output of a stock node; in ComfyUI 0.3.64 some have no ``execute``, but a method that they name."""
+def first_output(kind: Any, *inputs: Any, **newer: Any) -> Any:
+    """The first output of a stock node; in ComfyUI 0.3.64 some have no ``execute``, but a method that they name.
+
+    Args:
+        newer: inputs that are left out where the node does not have them yet.
+    """
     if hasattr(kind, "execute"):
-        return kind.execute(*inputs).result[0]
+        has = inspect.signature(kind.execute).parameters
+        return kind.execute(*inputs, **{name: value for name, value in newer.items() if name in has}).result[0]
     return getattr(kind(), kind.FUNCTION)(*inputs)[0]
 
 

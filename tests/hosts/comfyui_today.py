@@ -97,7 +97,7 @@ def times(nodes: dict[str, Any]) -> dict[str, Any]:
             inside.sample(made, sampler=name, steps=6, cfg=1.0, side=8)
         found[name] = {"told": told, "calls": len(inside.CALLS)}
     film = inside.model("wan")
-    windows = inside.first_output(Windows, film, 17, 4, "standard_static", 1, False, "pyramid")
+    windows = inside.first_output(Windows, film, 17, 4, "standard_static", 1, False, "pyramid", freenoise=False)
     made, _, record, _ = nodes["LowVRAM"]().optimize(windows, vae, "1024GB")["result"]
     frames = {"samples": torch.zeros(1, 16, 13, inside.SIDE, inside.SIDE)}
     with _foretold(record) as told:
