@@ -52,6 +52,7 @@ __all__ = [
     "more_versions",
     "operators_of",
     "reset_compiler",
+    "resize_storage",
     "storage_expired",
     "storage_key",
     "take_matrix_workspaces",
@@ -108,6 +109,10 @@ storage_expired: Any = torch.UntypedStorage._expired
 """Return True if the storage with this key is gone. A ``StorageWeakRef`` to it must exist, so that its key is not
 reused.
 """
+
+
+resize_storage: Any = torch._C.StorageBase.resize_  # type: ignore[attr-defined]
+"""Change the bytes of a storage, unseen by a trace."""
 
 
 def stream_handle(index: int) -> int:

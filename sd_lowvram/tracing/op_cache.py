@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat.private import FakeTensor, FakeTensorMode, disable_fakes
+from ..compat.private import FakeTensor, FakeTensorMode, disable_fakes, resize_storage
 from ..memory.fake_mode import fake_around, fake_empty
 
 aten = torch.ops.aten
@@ -148,7 +148,11 @@ def _fake(layout: Made, mode: FakeTensorMode, first: Any) -> Tensor:
 
 
 def _view(layout: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
+    storage = first.untyped_storage()
+    size = storage.nbytes()
     with disable_fakes():
         meta = torch.empty(0, dtype=layout.dtype, device="meta")
-        meta.set_(first.untyped_storage(), first.storage_offset() + offset, layout.shape, layout.stride)
+        meta.set_(storage, first.storage_offset() + offset, layout.shape, layout.stride)
+        if storage.nbytes() != size:  # before torch 2.4 it ends where the view does
+            resize_storage(storage, size)
     return fake_around(meta, mode, layout.device)

@@ -132,6 +132,19 @@ def test_inside_a_fake_mode_of_the_caller():
     assert trace(model, image).peak_bytes == expected.peak_bytes  # and outside, with its tensors
 
 
+@torch.no_grad()
+def test_a_map_that_is_written_by_rows_is_counted_whole() -> None:
+    """In torch 2.1 to 2.3, a storage of meta tensors is cut where a view is set on it."""
+
+    def by_rows(x: torch.Tensor) -> torch.Tensor:
+        rows = x.new_empty(64, 1024)
+        for row in reversed(range(64)):
+            rows[row : row + 1].copy_(x)
+        return rows + 1
+
+    assert trace(by_rows, torch.empty(1024)).peak_bytes == 4 * 1024 * (1 + 2 * 64)
+
+
 K = 1024  # elements of float32: 4 KiB
 
 
