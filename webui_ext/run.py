@@ -106,7 +106,7 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
     settings = _plan_settings(model, anatomy, chosen)
     anatomy = dataclasses.replace(anatomy, moved=host.moves_weights(model))
     try:
-        plan = _first(_tries(model, anatomy, request, settings))
+        plan = dataclasses.replace(_first(_tries(model, anatomy, request, settings)), request=request)
     except BudgetError as error:
         raise _explain_refusal(error, chosen, vram, other_bytes) from None
     except PlanningError as error:

@@ -736,7 +736,10 @@ def test_what_forge_keeps_loaded_on_a_cpu_is_of_the_budget(host: Any, texts: int
     most = max(stage.activation_bytes for stage in whole.stages)
     budget = weights + most - (1 << 20) + whole.predicted.overhead_bytes
     plan = run.plan_for(model, chosen | {"vram": f"{budget} b"}, picture)
-    assert plan.request.vram == budget and not run.decision_in(plan).values["over_budget"]
+    decided = run.decision_in(plan).values
+    assert plan.request.vram == budget and not decided["over_budget"]
+    least = run.plan_for(model, chosen | {"vram": f"{decided['needed_bytes'] + (1 << 20)} b"}, picture)
+    assert not run.decision_in(least).values["over_budget"]
     assert max(stage.activation_bytes for stage in plan.stages) < most - (1 << 20)
     assert run._attachable(model, plan.settings).offload is None
 
