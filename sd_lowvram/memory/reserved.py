@@ -219,6 +219,15 @@ def segment(size: int) -> int:
     return allocator.peak_bytes
 
 
+def bytes_to_ask_for(size: int) -> int:
+    """Return the bytes to allocate for ``size`` bytes of weights: a whole segment if torch would split its end off.
+
+    A tensor there that lives longer, such as the embeddings of several prompts, would hold all of their segment.
+    """
+    whole = segment(size)
+    return whole if SMALL < whole - size < ROUND else size
+
+
 def _split_pools(allocations: Allocations) -> tuple[list[tuple[int, int]], int]:
     """Allocations of the large pool, each with its end, and the peak bytes of the small pool."""
     sizes: dict[int, int] = {}

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ..compat.private import storage_key
 from ..errors import BudgetError
+from ..memory.accounts import actual_device
 from ..memory.fake_mode import active_fake_mode
+from ..memory.reserved import bytes_to_ask_for
 from ..units import format_least, format_size
 from ..weights import copied_tensor, ordinary_as, set_data
 from .blocks import Block, Blocks, Granularity, blocks_of
@@ -159,7 +161,8 @@ class DeviceLayout:
 
     def take_room(self, device: torch.device) -> None:
         """Allocate the buffer and make all views."""
-        pool = Pool(self.bytes - (self.schedule.ring_bytes if self.rooms else 0), device)
+        size = self.bytes - (self.schedule.ring_bytes if self.rooms else 0)
+        pool = Pool(bytes_to_ask_for(size) if actual_device(device).type == "cuda" else size, device)
         staying = list({id(t): t for layer in self._parts.staying for t in layer.tensors}.values())
         self._lay(STAYING, pool, _waiting(staying, None), 0)
         for number, block in enumerate(self.blocks):

@@ -21,7 +21,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -283,11 +283,28 @@ def _shapes_only(simulated: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for module in (overflow, vae_causal, vae_whole):  # contents are whatever the memory held
                 stack.enter_context(mock.patch.object(module, "is_finite", lambda _: True))
+            convolution = torch.nn.Conv2d
+            convolve = _shaped_alone(convolution._conv_forward)
+            stack.enter_context(mock.patch.object(convolution, "_conv_forward", convolve))
             yield
     finally:
         simulated.kernels.computes = True
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _shaped_alone(convolve: Callable[..., Any]) -> Callable[..., Any]:
+    """``Conv2d._conv_forward`` that makes the shape alone of a map in host memory: of a decode on the processor."""
+    import torch
+
+    def call(layer: Any, x: Any, weight: Any, bias: Any) -> Any:
+        if x.device.type != "cpu":
+            return convolve(layer, x, weight, bias)
+        return x.new_empty(
+            torch.nn.functional.conv2d(x.to("meta"), weight.to("meta"), None, layer.stride, layer.padding).shape
+        )
+
+    return call
 
 
 def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:

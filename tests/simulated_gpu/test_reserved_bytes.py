@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ from sd_lowvram.devices.calibration import measured_overhead
 from sd_lowvram.devices.this_machine import overhead_of
 from sd_lowvram.memory.reserved import allocator_settings
 from sd_lowvram.memory.segments import begin_stage
+from sd_lowvram.patches import set_patch
+from sd_lowvram.streaming.engine import ActiveStreams, Stream
+from sd_lowvram.streaming.layout import ResidencyPolicy
+from sd_lowvram.weights import weight_bytes
 
 MIB = 1 << 20
 CUBLAS_BYTES = 8 * MIB + 128 * 1024
@@ -220,3 +225,19 @@ def test_segments_are_freed_between_stages_and_not_between_steps_of_a_run(gpu: A
         torch.cuda.set_per_process_memory_fraction(1.0)
         gpu.kernels.forget()  # workspaces, in whose segments tensors of other tests would lie
         torch.cuda.empty_cache()
+
+
+def test_what_outlives_weights_does_not_hold_their_segment(gpu: Any) -> None:
+    layer = torch.nn.Linear(2048, 5760, bias=False, dtype=torch.float16).requires_grad_(False)
+    assert weight_bytes(layer) == 45 * MIB // 2  # of a segment of 24 MiB, 1.5 MiB are over
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    stream = Stream({"text_encoder": layer}, GPU, ResidencyPolicy("whole"), ActiveStreams())
+    with contextlib.ExitStack() as undoing:
+        for patch in stream.patches():
+            undoing.callback(set_patch(patch))
+        undoing.callback(stream.offload())
+        embeddings = stream.run(layer, torch.zeros(120, 2048, dtype=torch.float16, device=GPU))
+    torch.cuda.empty_cache()
+    assert MIB < 2 * embeddings.numel() < 3 * MIB // 2
+    assert torch.cuda.memory_reserved() - before < 24 * MIB
