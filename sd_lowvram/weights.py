@@ -12,14 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from .compat.private import tree_flatten, tree_map
+from .weight_parts import is_quantised, is_wrapper, links_of, registered
 
 Convert = Callable[[Tensor], Tensor]
 
 
 def own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters and buffers that ``module`` itself holds, without those of its children."""
+    """Yield the parameters and buffers that ``module`` itself holds, without those of its children; of a quantised
+    weight, the tensors with its bytes.
+    """
+    quantised = False
     for held in (module._parameters, module._buffers):
-        yield from (tensor for tensor in held.values() if tensor is not None)
+        for tensor in held.values():
+            if tensor is not None:
+                special = is_quantised(tensor)
+                quantised = quantised or special
+                if not special or not is_wrapper(tensor):
+                    yield tensor
+    if quantised:
+        yield from (part for link in links_of(module) for part in link.parts)
+
+
+def plain_weights(*modules: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of whole modules without the quantised ones, whose types nothing may change."""
+    inside = (module for root in modules for module in root.modules())
+    tensors = {id(tensor): tensor for _, _, tensor in registered(*inside) if not is_quantised(tensor)}
+    return list(tensors.values())
 
 
 def all_tensors(*modules: nn.Module) -> list[Tensor]:
@@ -129,11 +147,6 @@ def place_part(out: Tensor | None, part: Tensor, dim: int, start: int, total: in
         out = room(shape, part)
     out.narrow(dim, start, part.shape[dim]).copy_(part)
     return out
-
-
-def is_gguf(tensor: Tensor) -> bool:
-    """True if ``tensor`` holds blocks of a GGUF file as diffusers stores them: bytes with a ``quant_type``."""
-    return hasattr(tensor, "quant_type") and hasattr(tensor, "as_tensor") and tensor.dtype == torch.uint8
 
 
 def wrap_gguf(plain: Tensor, gguf: Tensor) -> None:

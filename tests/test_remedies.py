@@ -394,6 +394,9 @@ ELSEWHERE = {
     "holds no model": "models/test_support.py",
     "a stated call is for pipelines": "planning/test_rehearsed_plans.py",
     "is planned whole when the argument call states": "planning/test_rehearsed_plans.py",
+    "cannot be put together again": "streaming/test_quantised_weights.py",
+    "yet to be quantised": "streaming/test_quantised_weights.py",
+    "holds quantised weights, which are streamed": "simulated_gpu/test_quantised_on_the_card.py",
 }
 """What other files' tests carry out, or other words here."""
 

@@ -184,7 +184,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], scales: Scales, computes
     from torch import nn
 
     from ..kernels.scaled import EIGHT_BITS, ScaledLinear, widen_scaled
-    from ..weights import is_gguf
+    from ..weight_parts import is_gguf
 
     rest: dict[str, Tensor] = {}
     for name, tensor in state.items():

@@ -134,9 +134,10 @@ def _stays(layer: Layer, small: int, tied: Set[int]) -> bool:
 
 
 def _tied_ids(layers: Iterable[Layer]) -> set[int]:
-    """Tensors that several layers hold: they come once and stay."""
+    """Tensors that several layers hold: they come once and stay. Of a part of a quantised weight each has its own."""
     held = Counter(id(tensor) for layer in layers for tensor in layer.tensors)
-    return {tensor for tensor, count in held.items() if count > 1}
+    parts = {id(part) for layer in layers for link in layer.links for part in link.parts}
+    return {tensor for tensor, count in held.items() if count > 1} - parts
 
 
 def _modules(layers: Sequence[Layer], most: int, most_whole: int) -> dict[str, str]:
@@ -196,7 +197,7 @@ def _halves(layers: Sequence[Layer]) -> list[Block]:
 
 def _split_group(group: tuple[Layer, ...], part_bytes: int | None) -> Iterator[Block]:
     first = group[0]
-    if part_bytes is None or len(group) > 1 or first.bytes <= part_bytes or not can_be_cut(first.module):
+    if part_bytes is None or len(group) > 1 or first.bytes <= part_bytes or first.links or not can_be_cut(first.module):
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
         yield Block(first.name + more, group)
         return

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..compat.private import writes
+from ..compat.private import storage_key, writes
 from ..errors import LowVRAMError
 from ..weights import ordinary_mode
 from . import weight_scopes as lending
 from .copier import Copied, Copier, Copy, Moment
 from .host_weights import HostWeights
-from .layout import STAYING, DeviceLayout, WeightSlot
+from .layout import STAYING, DeviceLayout, LentLink, WeightSlot
 
 _MOST_MOVES = 8
 """Stored moves for each block. A steady step needs one; models that run in pieces, or in two orders, need a few."""
@@ -55,21 +55,26 @@ class BlockState:
         self.ended: torch.cuda.Event | None = None
         self.used: Moment | None = None
         self.versions: list[int] | None = None
-        self.place((), ())
+        self.place((), (), ())
 
-    def place(self, slots: Sequence[WeightSlot], copies: Sequence[Copy]) -> None:
-        """Take the places of the weights, and the copies that bring them there."""
+    def place(self, slots: Sequence[WeightSlot], links: Sequence[LentLink], copies: Sequence[Copy]) -> None:
+        """Take the places of the weights, the links of quantised ones, and the copies that bring them there."""
         self.copies = copies
-        self._lent = [(slot.tensor, slot.view) for slot in slots]
-        self._returned = [(slot.tensor, slot.host) for slot in slots]
-        self._tensors = [slot.tensor for slot in slots]
-        self._counted = [slot for slot in slots if not slot.tensor.is_inference()]
+        self._links = links
+        whole = [slot for slot in slots if slot.lent is slot.tensor]
+        self._lent = [(slot.tensor, slot.view) for slot in whole]
+        self._returned = [(slot.tensor, slot.host) for slot in whole]
+        self._packed = [slot for slot in whole if "quant_state" in vars(slot.tensor)] if links else []
+        self._tensors = [slot.lent for slot in slots]
+        self._counted = [slot for slot in slots if not slot.lent.is_inference()]
 
     def lend(self) -> None:
         """Point the weights at the buffer."""
         self.versions = []
         for tensor, view in self._lent:
             tensor.data = view
+        for link in self._links:
+            link.lend()
         self.versions = self._versions()
 
     def take_back(self) -> bool:
@@ -85,13 +90,21 @@ class BlockState:
         if written:
             for slot, *versions in zip(self._counted, before or (), now, strict=True):
                 if versions[0] != versions[1]:
-                    slot.source.copy_(slot.tensor.data)
-        for tensor, host in self._returned:
+                    slot.source.copy_(slot.lent.data)
+        replaced = [(slot.tensor, slot.tensor.data) for slot in self._packed if not _is_at(slot.tensor, slot.view)]
+        for tensor, host in (*self._returned, *replaced):
             tensor.data = host
-        return written
+        for link in self._links:
+            link.take_back()
+        return written or bool(replaced)
 
     def _versions(self) -> list[int]:
-        return [writes(slot.tensor) for slot in self._counted]
+        return [writes(slot.lent) for slot in self._counted]
+
+
+def _is_at(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """False if a layer has packed its weight anew, in other memory."""
+    return storage_key(tensor) == storage_key(view)
 
 
 class Fetch(NamedTuple):
@@ -184,7 +197,7 @@ class DeviceBuffer:
             self._room_taken = self._copier.mark()
             for block in (staying, *self.blocks):
                 if block.number in layout.places:
-                    block.place(layout.places[block.number], layout.copies(block.number))
+                    block.place(*layout.placed(block.number))
         with ordinary_mode():
             if not self._there & staying.bit:
                 self._fetch(staying, ())
@@ -278,13 +291,13 @@ class DeviceBuffer:
         if self.layout.rooms and self._there & block.bit:
             self._copier.wait(block.copied)  # the block may be fetched but never used
             block.copied = None
-            block.place((), ())
+            block.place((), (), ())
             self.layout.drop(block.number)
 
     def _fetch(self, block: BlockState, evicted: Sequence[BlockState]) -> None:
         if self.layout.rooms and block.streamed:
             self.layout.take(block.number, self._device)
-            block.place(self.layout.places[block.number], self.layout.copies(block.number))
+            block.place(*self.layout.placed(block.number))
             after = [self._copier.mark()]  # kernels launched earlier may still read this memory
         else:
             for other in evicted:

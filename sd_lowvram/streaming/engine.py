@@ -30,11 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import ConflictError
 from ..memory.accounts import actual_device, weights_account
 from ..memory.fake_mode import active_fake_mode
 from ..memory.segments import release_segments
 from ..memory.threads import place_of, turn
 from ..patches import Patch, set_patch, take_off, wrap
+from ..weight_parts import Link, links_of
 from ..weights import needs_graph, ordinary_mode
 from . import weight_scopes as lending
 from .buffer import BlockState, DeviceBuffer
@@ -92,6 +94,8 @@ class Stream:
         self._taken_off: set[tuple[int, str]] = set()  # keys of _patches that are off: a LoRA wraps their layers
         self._orders: dict[str, list[str]] = {}  # model -> names of its layers in the order in which a run called them
         self._modules: list[nn.Module] = []  # of the models at the last survey
+        self._quantised: list[nn.Module] = []  # those of them that hold quantised weights in parts
+        self._tables: list[tuple[Link, Tensor]] = []  # shared tables, and what takes their place while attached
         self._known: list[Any] | None = None  # signature of the models at the last survey; None: survey again
         self._tensors: list[Tensor] = []  # weights of all layers, each once, streamed ones first
         self._contents: list[Any] = []  # their storages and versions at that survey; empty: written to since
@@ -130,6 +134,9 @@ class Stream:
         self._later.clear()
         self._known = None
         self._host_weights.undo()
+        for link, table in self._tables:
+            link.exchange(table, link.value)
+        self._tables.clear()
 
     def _patch(self, layer: Layer) -> Patch:
         return wrap(layer.module, layer.entry, functools.partial(self._run_layer, layer.module), "offload")
@@ -203,6 +210,12 @@ class Stream:
         away = [tensor for tensor in self._layers[id(module)].tensors if tensor.device != device]
         if not away:
             return original(*args, **kwargs)
+        if self._layers[id(module)].links:
+            raise ConflictError(
+                f"{self._layers[id(module)].name} holds quantised weights, which are streamed without gradients: call "
+                'the model under torch.no_grad(), or use Settings(offload="none")',
+                plainly="quantised weights are streamed without gradients: leave offload off to train",
+            )
         with exchange_weights(module, away, functools.partial(_copy_with_grad, device=device)):
             return original(*args, **kwargs)
 
@@ -253,7 +266,7 @@ class Stream:
 
     def _survey(self) -> None:
         """Look at the models again: hosts add layers, merge LoRAs, move and convert weights between runs."""
-        facts = signature(self._modules)
+        facts = signature(self._modules, self._quantised)
         if facts == self._known and (not self._contents or contents(self._tensors) == self._contents):
             if not self._contents:  # the weights were written to on the device, and have been copied back since
                 self._contents = contents(self._tensors)
@@ -261,17 +274,33 @@ class Stream:
         self.evict()
         self._known = None  # after an error from here on, the next run surveys again
         self._modules = all_modules(self._components.values())
-        facts = signature(self._modules)
+        self._quantised = [module for module in self._modules if any(True for _ in links_of(module))]
+        self._own_tables()
+        facts = signature(self._modules, self._quantised)
         layers = layers_of(self._components)
         self._buffer = self._buffer_of(lay_down(layers, self._policy, self._orders))
         self._roles, self._looked_at = self._buffer.roles(), set()
         self._layers = {id(layer.module): layer for layer in self._layout.layers()}
         self._follow(layers)
-        apart = not self._host_weights.can_pin(tensor for layer in layers for tensor in layer.tensors)
-        tensors = *self._layout.streamed_tensors(apart), *(tensor for layer in layers for tensor in layer.tensors)
-        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self._tensors = self._sort_tensors(layers)
         self._host_weights.add(self._tensors)  # weights copied in every step are pinned before those copied once
         self._known, self._contents = facts, contents(self._tensors)
+
+    def _own_tables(self) -> None:
+        """Give each quantised weight a table of its own while it is streamed; other models may run with the shared."""
+        own = {id(table) for _, table in self._tables}
+        for link in (link for module in self._quantised for link in links_of(module)):
+            if link.is_shared and id(link.value) not in own:
+                self._tables.append((link, link.value.detach().to("cpu", copy=True)))
+                link.exchange(link.value, self._tables[-1][1])
+
+    def _sort_tensors(self, layers: list[Layer]) -> list[Tensor]:
+        """All tensors of ``layers`` once, in the order in which they are pinned."""
+        whole = [tensor for layer in layers for tensor in layer.tensors]
+        apart = not self._host_weights.can_pin(whole)
+        same = (link.value for layer in layers for link in layer.links if link.memory is not None)
+        tensors = *self._layout.streamed_tensors(apart), *whole, *same
+        return list({id(tensor): tensor for tensor in tensors}.values())
 
     def _follow(self, layers: list[Layer]) -> None:
         """Patch new layers, and take the patches off layers that are gone or that a LoRA has wrapped."""

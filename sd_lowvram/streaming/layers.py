@@ -16,7 +16,18 @@ from torch import Tensor, nn
 
 from ..compat.private import FakeTensor, storage_key, writes
 from ..errors import ConflictError
-from ..weights import all_tensors, is_gguf, own_tensors
+from ..weight_parts import (
+    Link,
+    is_of_bitsandbytes,
+    is_packed,
+    is_quantised,
+    is_wrapper,
+    links_of,
+    parts_of,
+    rebuilt,
+    registered,
+)
+from ..weights import all_tensors, own_tensors
 from .schedule import align
 
 _HOLDERS = (nn.ParameterList, nn.ParameterDict)
@@ -35,6 +46,7 @@ class Layer:
         tensors: its parameters and buffers; for a layer that is copied whole, also those of all modules below.
         whole: True if no module below is a layer by itself.
         around: True if modules below are layers by themselves, which run while this one runs.
+        links: the tensors of its quantised weights that others take the place of while it runs.
         lookup: for a table of which a call reads a few rows in host memory, the method that reads them; else empty.
     """
 
@@ -44,6 +56,7 @@ class Layer:
     whole: bool = False
     around: bool = False
     lookup: str = ""
+    links: tuple[Link, ...] = ()
 
     @property
     def component(self) -> str:
@@ -70,13 +83,15 @@ def layers_of(components: Mapping[str, nn.Module]) -> list[Layer]:
         components: models by name.
 
     Raises:
-        ConflictError: weights that cannot be copied byte by byte (tensor subclasses of quantisers, the meta device).
+        ConflictError: weights that cannot be copied byte by byte (unknown tensor subclasses, weights that are yet to
+            be quantised, the meta device).
     """
     seen: set[int] = set()
     layers = [layer for name, root in components.items() for layer in _below(name, root, seen)]
     for layer in layers:
-        for tensor in layer.tensors:
-            _refuse_foreign(layer, tensor)
+        for module in layer.module.modules() if layer.whole else (layer.module,):
+            for _, _, tensor in registered(module):
+                _refuse_foreign(layer.name, tensor)
     return layers
 
 
@@ -92,14 +107,14 @@ def _below(name: str, module: nn.Module, seen: set[int], apart: bool = False) ->
     if not apart and _comes_whole(module):
         tensors = tuple(all_tensors(module))
         if tensors:
-            yield Layer(name, module, tensors, whole=True)
+            yield Layer(name, module, tensors, whole=True, links=_links(*module.modules()))
         return
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     holders = [child for _, child in children if isinstance(child, _HOLDERS)]
     own = (*own_tensors(module), *all_tensors(*holders))
     below = [layer for child, inner in children for layer in _below(f"{name}.{child}", inner, seen)]
     if own:
-        yield Layer(name, module, own, around=bool(below), lookup=lookup(module))
+        yield Layer(name, module, own, around=bool(below), lookup=lookup(module), links=_links(module, *holders))
     yield from below
 
 
@@ -128,18 +143,41 @@ def place_bytes(tensor: Tensor) -> int:
     return align(tensor.nbytes)
 
 
-def _refuse_foreign(layer: Layer, tensor: Tensor) -> None:
+def _links(*modules: nn.Module) -> tuple[Link, ...]:
+    return tuple(link for module in modules for link in links_of(module))
+
+
+def _refuse_foreign(name: str, tensor: Tensor) -> None:
     kind = type(tensor)
     if tensor.device.type == "meta" and not isinstance(tensor, FakeTensor):
-        raise ConflictError(f"{layer.name} has weights on the meta device: load them before they are streamed")
+        raise ConflictError(f"{name} has weights on the meta device: load them before they are streamed")
     if isinstance(tensor, FakeTensor) or kind in (Tensor, nn.Parameter) or kind is getattr(nn, "Buffer", Tensor):
         return
-    if is_gguf(tensor):  # bytes, which their layer widens when it is called
-        return
-    raise ConflictError(
-        f"{layer.name} holds {kind.__name__} weights, which cannot be streamed byte by byte: "
-        'use Settings(offload="none") or unquantised weights'
-    )
+    if is_wrapper(tensor):
+        if not _is_rebuilt(tensor):
+            raise ConflictError(
+                f"{name} holds {kind.__name__} weights, which cannot be put together again from their parts: "
+                'use Settings(offload="none") or weights of another kind'
+            )
+    elif is_quantised(tensor):
+        if is_of_bitsandbytes(tensor) and not is_packed(tensor):
+            raise ConflictError(
+                f"{name} holds {kind.__name__} weights that are yet to be quantised, as is done when they are moved: "
+                "load them with a quantization_config, or call .to() on the model once",
+                plainly=f"{name} has weights that are yet to be quantised: load it quantised",
+            )
+    else:
+        raise ConflictError(
+            f"{name} holds {kind.__name__} weights, which cannot be streamed byte by byte: "
+            'use Settings(offload="none") or unquantised weights'
+        )
+
+
+def _is_rebuilt(wrapper: Tensor) -> bool:
+    """True if ``wrapper`` is of the same class when it is put together, and its parts are plain."""
+    parts = parts_of(wrapper)
+    plain = all(type(part) in (Tensor, nn.Parameter) or isinstance(part, FakeTensor) for part in parts)
+    return plain and type(rebuilt(wrapper, {id(part): part for part in parts})) is type(wrapper)
 
 
 def all_modules(components: Iterable[nn.Module]) -> list[nn.Module]:
@@ -147,15 +185,16 @@ def all_modules(components: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for component in components for module in component.modules()]
 
 
-def signature(modules: Iterable[nn.Module]) -> list[Any]:
-    """Tensors and children of ``modules``, what was merged into them and whether they are compiled: a cheap key for
-    "nothing changed since the last run"."""
+def signature(modules: Iterable[nn.Module], quantised: Iterable[nn.Module] = ()) -> list[Any]:
+    """Tensors and children of ``modules``, what was merged into them and whether they are compiled, and the parts of
+    the weights of those that are ``quantised``: a cheap key for "nothing changed since the last run"."""
     held = [module.__dict__ for module in modules]
     tables = (inside[name].values() for inside in held for name in ("_parameters", "_buffers", "_modules"))
     return [
         list(map(id, itertools.chain.from_iterable(tables))),
         [tuple(inside.get("merged_adapters", ())) for inside in held],
         [inside.get("_compiled_call_impl") is None for inside in held],
+        [id(part) for module in quantised for part in own_tensors(module)],
     ]
 
 

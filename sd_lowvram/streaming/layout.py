@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,6 +16,7 @@ from ..memory.accounts import actual_device
 from ..memory.fake_mode import active_fake_mode
 from ..memory.reserved import bytes_to_ask_for
 from ..units import format_least, format_size
+from ..weight_parts import Link
 from ..weights import copied_tensor, ordinary_as, set_data
 from .blocks import Block, Blocks, Granularity, blocks_of
 from .copier import Copy
@@ -65,15 +66,33 @@ class WeightSlot:
     """A weight of a block on the device.
 
     Attributes:
-        tensor: the parameter or buffer.
+        tensor: the parameter or buffer, or a part of a quantised one.
         host: its contents while it is not lent; ``source`` is the part of these that belongs to the block.
         view: its place in the device buffer.
+        lent: the tensor that a layer sees: ``tensor`` itself, with other contents, or what takes the place of a part.
     """
 
     tensor: Tensor
     host: Tensor
     source: Tensor
     view: Tensor
+    lent: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LentLink:
+    """A link, and what takes the place of its value on the device."""
+
+    link: Link
+    lent: Tensor
+
+    def lend(self) -> None:
+        """Put the device's tensor where the link's is."""
+        self.link.exchange(self.link.value, self.lent)
+
+    def take_back(self) -> bool:
+        """Put the link's own tensor back; return False if a layer has put another one there meanwhile."""
+        return self.link.exchange(self.lent, self.link.value)
 
 
 class DeviceLayout:
@@ -85,6 +104,7 @@ class DeviceLayout:
         residents: numbers of the blocks that stay; ``streamed``: of those that pass through the ring, sorted.
         rooms: ring sizes of the schedule. If there are any, a block has an allocation of its own, fetch to end of use.
         places: slots by number of the block, while the buffer exists.
+        links: links by number of the block, likewise.
     """
 
     def __init__(self, parts: Blocks, schedule: Schedule) -> None:
@@ -100,6 +120,7 @@ class DeviceLayout:
         self.streamed = sorted(fetch.unit for fetch in schedule.fetches)
         self.rooms = schedule.rooms
         self.places: dict[int, list[WeightSlot]] = {}
+        self.links: dict[int, list[LentLink]] = {}
         self._copies: dict[int, list[Copy]] = {}
         self._waiting: dict[int, list[_HostWeight]] = {}
         self._parts = parts
@@ -173,7 +194,11 @@ class DeviceLayout:
                 self._waiting[number] = waiting
 
     def _lay(self, number: int, pool: Pool, waiting: Sequence[_HostWeight], offset: int) -> None:
-        self.places[number], self._copies[number] = _place_block(pool, waiting, offset)
+        layers = self._parts.staying if number == STAYING else self.blocks[number].layers
+        links = [link for layer in layers for link in layer.links]
+        parts = {id(part) for link in links for part in link.parts}
+        self.places[number], self._copies[number] = _place_block(pool, waiting, offset, parts)
+        self.links[number] = _lent_links(links, self.places[number])
 
     def take(self, number: int, device: torch.device) -> None:
         """Allocate memory for a streamed block, if the ring follows the activations.
@@ -186,21 +211,24 @@ class DeviceLayout:
 
     def drop(self, number: int) -> None:
         """Free the allocation of :meth:`take`."""
-        del self.places[number], self._copies[number]
+        del self.places[number], self.links[number], self._copies[number]
 
     def give_room_back(self) -> None:
         """Free the buffer and all views."""
-        self.places, self._copies, self._waiting = {}, {}, {}
+        self.places, self.links, self._copies, self._waiting = {}, {}, {}, {}
 
     def hand_back(self) -> None:
         """Point every weight at its host memory."""
         for places in self.places.values():
             for place in places:
-                set_data(place.tensor, place.host)
+                set_data(place.lent, place.host)
+        for links in self.links.values():
+            for link in links:
+                link.take_back()
 
-    def copies(self, number: int) -> list[Copy]:
-        """The copies that bring a block to the device."""
-        return self._copies[number]
+    def placed(self, number: int) -> tuple[list[WeightSlot], list[LentLink], list[Copy]]:
+        """The slots and links of a block, and the copies that bring it to the device."""
+        return self.places[number], self.links[number], self._copies[number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,13 +288,20 @@ def _byte_span(first: Tensor, last: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (stop - start,), (1,))
 
 
-def _place_block(pool: Pool, waiting: Sequence[_HostWeight], offset: int) -> tuple[list[WeightSlot], list[Copy]]:
-    """The places of a block from ``offset`` on, and the copies that bring it there."""
+def _place_block(
+    pool: Pool, waiting: Sequence[_HostWeight], offset: int, parts: Set[int]
+) -> tuple[list[WeightSlot], list[Copy]]:
+    """The places of a block from ``offset`` on, and the copies that bring it there.
+
+    Args:
+        parts: ids of parts of quantised weights.
+    """
     views = pool.views((weight.like for weight in waiting), offset)
-    places = [
-        WeightSlot(weight.tensor, weight.host, weight.source, ordinary_as(weight.tensor, view))
-        for weight, view in zip(waiting, views, strict=True)
-    ]
+    places = []
+    for weight, bare in zip(waiting, views, strict=True):
+        view = ordinary_as(weight.tensor, bare)
+        lent = view.data if id(weight.tensor) in parts else weight.tensor  # with a counter of its own of its writes
+        places.append(WeightSlot(weight.tensor, weight.host, weight.source, view, lent))
     copies, number = [], 0
     while number < len(waiting):
         weight, view = waiting[number], views[number]
@@ -277,6 +312,17 @@ def _place_block(pool: Pool, waiting: Sequence[_HostWeight], offset: int) -> tup
         )
         number += 1 + weight.more
     return places, copies
+
+
+def _lent_links(links: Iterable[Link], places: Iterable[WeightSlot]) -> list[LentLink]:
+    there = {id(place.tensor): place for place in places}
+    made = []
+    for link in links:
+        if link.memory is not None:
+            made.append(LentLink(link, there[id(link.memory)].view.data))
+        else:
+            made.append(LentLink(link, link.made_of({id(part): there[id(part)].lent for part in link.parts})))
+    return made
 
 
 def lay_down(

@@ -24,10 +24,11 @@ from ..session import Attachment
 from ..settings import Settings
 from ..streaming.layers import Layer, layers_of
 from ..streaming.timing import StepTiming
+from ..weight_parts import is_wrapper, registered
 from ..weights import all_tensors, loaded_dtype
 from .copies import copies_of
 from .equal_calls import equal_modules
-from .fake_tensors import fake_of
+from .fake_tensors import fake_of, fakes_of
 
 
 def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
@@ -40,8 +41,7 @@ def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     Returns:
         The copies, with their own sites. Weights that modules share stay shared.
     """
-    tensors = all_tensors(*anatomy.components.values())
-    fakes = {id(tensor): fake_of(undo_cast(tensor), mode) for tensor in tensors}
+    fakes = fakes_of(anatomy.components.values(), lambda tensor: fake_of(undo_cast(tensor), mode))
     copies = copies_of(anatomy.components, fakes, anatomy.family.left_out)
     copied = anatomy_of_components(anatomy.family, copies)
     for path, processor in anatomy.processors.items():
@@ -62,6 +62,8 @@ def fingerprint(component: nn.Module, host: Mapping[str, Any] | None = None) -> 
         (tuple(tensor.shape), str(loaded_dtype(tensor)), tensor.stride(), str(getattr(tensor, "quant_type", "")))
         for tensor in all_tensors(component)
     ]
+    quantised = (tensor for _, _, tensor in registered(*component.modules()) if is_wrapper(tensor))
+    parts += [(type(tensor).__qualname__, repr(tensor.__tensor_flatten__())) for tensor in quantised]  # type: ignore[attr-defined]
     config = getattr(component, "config", None)
     if isinstance(config, Mapping):  # "_use_default_values" has no fixed order
         config = sorted((name, repr(value)) for name, value in config.items() if not name.startswith("_"))

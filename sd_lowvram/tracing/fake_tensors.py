@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..compat.private import FakeTensorMode
 from ..memory.fake_mode import CPU, fake_empty
-from ..weights import is_gguf, wrap_gguf
+from ..weight_parts import describe_as, is_gguf, is_of_bitsandbytes, is_wrapper, links_of, parts_of, rebuilt, registered
+from ..weights import wrap_gguf
 
 Registry = MutableMapping[str, Any]
 
@@ -21,16 +22,41 @@ def fake_of(real: Tensor, mode: FakeTensorMode) -> Tensor:
     """Return a fake tensor on the CPU with the shape, strides and type of ``real``, and a storage of its own.
 
     Args:
-        real: any tensor; a GGUF one gives a GGUF one.
+        real: any tensor; a quantised one gives one with fake parts.
         mode: makes the fake tensor.
     """
+    if is_wrapper(real):
+        return rebuilt(real, {id(part): fake_of(part, mode) for part in parts_of(real)})
     with torch.no_grad(), torch.inference_mode(False):
         fake = fake_empty(mode, real.shape, real.stride(), real.dtype, CPU)
         if isinstance(real, nn.Parameter):
             fake._is_param = True
         if is_gguf(real):
             wrap_gguf(fake, real)
+        elif is_of_bitsandbytes(real):
+            describe_as(fake, real, lambda part: fake_of(part, mode))
         return fake.requires_grad_(real.requires_grad) if real.is_leaf and real.requires_grad else fake
+
+
+def fakes_of(models: Iterable[nn.Module], make: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
+    """Return fake tensors for all tensors of ``models``, by the ids of these.
+
+    Args:
+        models: the models.
+        make: returns the fake of a tensor without parts.
+    """
+    modules = [module for model in models for module in model.modules()]
+    links = [link for module in modules for link in links_of(module)]
+    weights = {id(tensor): tensor for _, _, tensor in registered(*modules)}
+    parts = {id(part): part for link in links for part in link.parts}
+    made = {key: make(tensor) for key, tensor in (weights | parts).items() if not is_wrapper(tensor)}
+    made |= {id(link.value): made[id(link.memory)].detach() for link in links if link.memory is not None}
+    for key, tensor in weights.items():
+        if is_wrapper(tensor):
+            made[key] = rebuilt(tensor, made)
+        elif is_of_bitsandbytes(tensor):
+            describe_as(made[key], tensor, lambda part: made[id(part)])
+    return made
 
 
 def modules_of(*values: Any) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from ..memory.accounts import traces_cpu
 from .flop_counter import COPIES, FLOPS, IDLE, nbytes
 from .memory_formats import wanted_format
 from .op_cache import is_repeatable
+from .quantised_products import MADE_OF
 
 aten = torch.ops.aten
 
@@ -33,6 +34,7 @@ class Operator:
         convolves: True if it is a convolution.
         copies: True if it may copy bytes between device and host.
         repeatable: True if equal shapes, strides and types always give equal results.
+        made_of: function of its arguments that does the same with torch's operators, for a quantiser's product.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Operator:
     convolves: bool = False
     copies: bool = False
     repeatable: bool = False
+    made_of: Callable[..., Any] | None = None
 
 
 def describe(func: Any) -> Operator:
@@ -65,6 +68,7 @@ def describe(func: Any) -> Operator:
         convolves=func in (aten.convolution.default, aten.mkldnn_convolution.default),
         copies=func in COPIES,
         repeatable=is_repeatable(func),
+        made_of=MADE_OF.get(schema.name),
     )
 
 

@@ -38,11 +38,12 @@ from ..models.recorded import Given, Rehearsal, Row, row_of, steps_of
 from ..models.support import reads_values
 from ..patches import unpatched_attributes
 from ..units import MIB
-from ..weights import all_tensors, is_gguf, weight_bytes
+from ..weight_parts import is_quantised
+from ..weights import weight_bytes
 from .copies import copies_of
 from .equal_calls import equal_modules
 from .fake_model import undo_cast
-from .fake_tensors import fake_of
+from .fake_tensors import fake_of, fakes_of
 from .tracer import trace_equals_once
 from .values import call_with_values
 
@@ -254,7 +255,7 @@ class _Copy:
             child._apply(convert)
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():
-                if tensor is not None and not is_gguf(tensor):
+                if tensor is not None and not is_quantised(tensor):
                     registry[name] = self._convert_tensor(tensor, convert)  # type: ignore[assignment]
         return module
 
@@ -274,12 +275,13 @@ def _fake_models(originals: Mapping[str, nn.Module], mode: FakeTensorMode) -> di
     """Copies of models with fake weights. Small buffers are copied with their values, because pipelines read them."""
     modules = (module for model in originals.values() for module in model.modules())
     buffers = {id(tensor) for module in modules for tensor in module._buffers.values() if tensor is not None}
-    stand_ins: dict[int, Tensor] = {}
-    for tensor in all_tensors(*originals.values()):
+
+    def stand_in(tensor: Tensor) -> Tensor:
         loaded = undo_cast(tensor)
         read = id(tensor) in buffers and not loaded.is_meta and loaded.nbytes <= _REAL
-        stand_ins[id(tensor)] = loaded.detach().to(CPU, copy=True) if read else fake_of(loaded, mode)
-    return copies_of(originals, stand_ins, ("_hf_hook",))
+        return loaded.detach().to(CPU, copy=True) if read else fake_of(loaded, mode)
+
+    return copies_of(originals, fakes_of(originals.values(), stand_in), ("_hf_hook",))
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -31,6 +32,7 @@ from ..memory.repeats import notify_follower
 from ..memory.reserved import Reserved, count_reserved
 from ..memory.threads import Redirected, pause_models
 from ..streaming.timing import ModuleSpan
+from ..weight_parts import is_wrapper, parts_of
 from .collector import no_collection
 from .equal_calls import EqualCalls
 from .fake_tensors import Registry, fake_of, modules_of, replace_by_fakes
@@ -262,8 +264,10 @@ class _Tracer(TorchDispatchMode):
         if id(real) in self._places:
             return self._fake_of(real)
         self._places[id(real)] = registry, name
-        fake = real if isinstance(real, FakeTensor) else fake_of(real, self._mode)
-        self.ledger.book(fake, "host" if is_host(real) else "weights", born=False)
+        parts = parts_of(real)
+        fake = real if all(isinstance(part, FakeTensor) for part in parts) else fake_of(real, self._mode)
+        for part, its_fake in zip(parts, parts_of(fake), strict=True):
+            self.ledger.book(its_fake, "host" if is_host(part) else "weights", born=False)
         return fake
 
     def fake_input(self, leaf: Any) -> Any:
@@ -315,9 +319,10 @@ class _Tracer(TorchDispatchMode):
         if operator is None:
             operator = _operators[func] = describe(func)
         kwargs = kwargs or {}
-        if operator.composite:
+        by_others = _made_of_others(func, operator, types, args)
+        if by_others is not None:
             with self:
-                return decompose(func, *args, **kwargs)
+                return by_others(*args, **kwargs)
         key = self._signature(func, operator, args, kwargs)
         if key is None and func not in _LIFTS:
             args = self._fake_arguments(args)
@@ -395,6 +400,17 @@ class _Tracer(TorchDispatchMode):
         if not is_known:
             self.ledger.book_existing(fake, "host" if is_host(leaf) else "weights")
         return fake
+
+
+def _made_of_others(func: Any, operator: Operator, types: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """A function that does what an operator does by others; None for one that is followed as it is."""
+    if operator.made_of is not None:
+        return operator.made_of
+    wrapper = next((arg for arg in args if isinstance(arg, Tensor) and is_wrapper(arg)), None)
+    if wrapper is not None:  # its own code runs operators on its parts
+        dispatch = type(wrapper).__torch_dispatch__
+        return lambda *args, **kwargs: dispatch(func, types, args, kwargs)
+    return functools.partial(decompose, func) if operator.composite else None
 
 
 def _recipe(func: Any, operator: Operator, args: tuple[Any, ...], result: Any) -> Recipe:

@@ -26,6 +26,7 @@ from ..compat.private import (
 from ..memory.fake_mode import active_fake_mode
 from ..memory.storage_refs import Deaths
 from ..models.support import reads_values
+from ..weight_parts import is_wrapper
 from .fake_tensors import fake_of
 
 _INDEX = torch.ops.aten.index.Tensor
@@ -78,6 +79,8 @@ class _Values(TorchDispatchMode):
 
     def known_values(self, tensor: Tensor) -> Tensor | None:
         """Values of a tensor; a real one has its own."""
+        if is_wrapper(tensor):
+            return None
         if not isinstance(tensor, FakeTensor):
             return tensor if tensor.numel() <= _MOST and not tensor.is_meta else None
         self._deaths.look()

@@ -82,7 +82,7 @@ def flux(kind: str = "FluxPipeline", channels: int = 64, **transformer: Any) -> 
     sizes |= {"joint_attention_dim": 64, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
     torch.manual_seed(0)
     made = diffusers.FluxTransformer2DModel(
-        in_channels=channels, out_channels=64, **sizes, **{"guidance_embeds": True, **transformer}
+        in_channels=channels, out_channels=64, **{**sizes, "guidance_embeds": True, **transformer}
     )
     parts = {"vae": vae(), "text_encoder": clip(), "text_encoder_2": t5(), "transformer": made.eval()}
     empty = {"tokenizer": None, "tokenizer_2": None}

@@ -21,7 +21,7 @@ from ...models.anatomy import Anatomy
 from ...patches import Change
 from ...settings import Settings
 from ...streaming.host_weights import tensors_in_files
-from ...weights import all_tensors, lay_last, same_bits, set_data
+from ...weights import lay_last, plain_weights, same_bits, set_data
 from ..offers import Offer, OfferKind, Target
 
 
@@ -67,7 +67,7 @@ def reordered_weights(component: nn.Module) -> list[Tensor]:
 
 
 def _kernels(*components: nn.Module) -> list[Tensor]:
-    return [tensor for tensor in all_tensors(*components) if tensor.dim() == 4]
+    return [tensor for tensor in plain_weights(*components) if tensor.dim() == 4]
 
 
 def _reorder(components: list[nn.Module], waiting: list[nn.Module]) -> Callable[[], None]:

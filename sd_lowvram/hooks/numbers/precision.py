@@ -29,13 +29,13 @@ from ...settings import Fidelity, Settings
 from ...streaming.followed import exchange_weights
 from ...streaming.layers import lookup
 from ...streaming.weight_scopes import lend_to_call
+from ...weight_parts import is_in_parts, registered
 from ...weights import (
-    all_tensors,
     cast_activations,
     loaded_dtype,
     narrows,
     needs_graph,
-    own_tensors,
+    plain_weights,
     remember_loaded,
     same_bits,
     set_data,
@@ -50,7 +50,8 @@ _PRODUCTS = "fp16-products"
 def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch | Change]:
     """Compute in ``settings.precision``.
 
-    An autoencoder whose configuration says ``force_upcast`` overflows in fp16 and is left in the type it has.
+    An autoencoder whose configuration says ``force_upcast`` overflows in fp16 and is left in the type it has, and so is
+    a component of which a library has quantised weights: its kernels are for the type of their scales.
 
     Args:
         anatomy: all its components with floating-point weights are changed.
@@ -65,7 +66,7 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         SettingsError: tf32 away from an NVIDIA GPU, a type in which this torch cannot compute there, or fp16-products
             for a UNet.
     """
-    if not any(tensor.is_floating_point() for tensor in all_tensors(*anatomy.components.values())):
+    if not any(tensor.is_floating_point() for tensor in plain_weights(*anatomy.components.values())):
         raise NoSiteError("precision: the model holds no floating-point weights")
     kind = settings.precision or ""
     if kind == "tf32":
@@ -117,7 +118,7 @@ def offers(target: Target) -> Iterator[Offer]:
     parts = target.anatomy.components
     sound = target.anatomy.family.known and "transformer" not in parts
     half = "fp16" if target.on_gpu and sound else "bf16"
-    loaded = {dtype for dtype in map(loaded_dtype, all_tensors(*parts.values())) if dtype.is_floating_point}
+    loaded = {dtype for dtype in map(loaded_dtype, plain_weights(*parts.values())) if dtype.is_floating_point}
     kinds = [half] * any(dtype.itemsize > 2 for dtype in loaded)
     kinds += [_PRODUCTS] * ("transformer" in parts and target.on_gpu and not target.rates.bf16)
     for kind in (None, *kinds) if target.approximate and kinds else ():
@@ -129,7 +130,8 @@ def _types(
 ) -> tuple[torch.dtype, torch.dtype] | tuple[None, torch.dtype | None]:
     """The types in which ``settings`` have a component stored and computed; None for what stays as it is."""
     kind = settings.precision or ""
-    if kind in ("", "tf32") or (kind.endswith("fp16") and force_upcast(anatomy, name)):
+    fixed = is_in_parts(anatomy.components[name]) or (kind.endswith("fp16") and force_upcast(anatomy, name))
+    if kind in ("", "tf32") or fixed:
         return None, None
     if kind == _PRODUCTS:
         return None, None if name == anatomy.autoencoder else torch.float16
@@ -191,7 +193,7 @@ def _fidelity(anatomy: Anatomy, name: str, settings: Settings) -> Fidelity:
         return Fidelity.APPROXIMATE
     if compute is None:
         return Fidelity.BITWISE
-    loaded = {dtype for dtype in map(loaded_dtype, all_tensors(anatomy.components[name])) if dtype.is_floating_point}
+    loaded = {dtype for dtype in map(loaded_dtype, plain_weights(anatomy.components[name])) if dtype.is_floating_point}
     computed = {anatomy.computes.get(name, dtype) for dtype in loaded}
     if any(narrows(dtype, stored or compute) for dtype in loaded) or any(narrows(dtype, compute) for dtype in computed):
         return Fidelity.APPROXIMATE
@@ -212,7 +214,7 @@ def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
         A function that restores types and bits.
     """
     with contextlib.ExitStack() as undoing:
-        for tensor in all_tensors(component):
+        for tensor in plain_weights(component):
             if tensor.is_floating_point() and tensor.dtype != dtype:
                 loses = narrows(tensor.dtype, dtype) and not isinstance(tensor, FakeTensor)
                 undoing.callback(_undo_cast, tensor, tensor.dtype, tensor.data.cpu() if loses else None, dtype)
@@ -317,7 +319,7 @@ _tf32_on = Shared(_allow_tf32)
 def _widened_layers(component: nn.Module, which: Callable[[nn.Module], bool] = lambda layer: True) -> Iterator[Patch]:
     """Every layer, or each of ``which``, sees its weights and its inputs in fp32 while it runs."""
     for module in component.modules():
-        if which(module) and any(tensor.is_floating_point() for tensor in own_tensors(module)):
+        if which(module) and _floating(module):
             yield wrap(module, "forward", functools.partial(_run_widened, module), "precision")
 
 
@@ -334,9 +336,14 @@ def _widened_result(original: Callable[..., Tensor], *args: Any, **kwargs: Any) 
     return original(*args, **kwargs).float()
 
 
+def _floating(module: nn.Module) -> list[Tensor]:
+    """Floating weights that the module itself holds."""
+    return [tensor for _, _, tensor in registered(module) if tensor.is_floating_point()]
+
+
 def _run_widened(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     args, kwargs = cast_activations((args, kwargs), torch.float32)
-    floating = [tensor for tensor in own_tensors(module) if tensor.is_floating_point()]
+    floating = _floating(module)
     follows = needs_graph(module, args, kwargs)
     with exchange_weights(module, floating, Tensor.float) if follows else lend_to_call(floating, Tensor.float):
         return original(*args, **kwargs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from ...memory.threads import place_of, turn
 from ...streaming.device_io import run_at
 from ...streaming.layers import place_bytes
 from ...streaming.pool import Pool
-from ...weights import all_tensors, first_tensor, map_result, map_tensors, set_data
+from ...weight_parts import Link, is_wrapper, links_of
+from ...weights import all_tensors, first_tensor, map_result, map_tensors, plain_weights, set_data
 
 
 def run_on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +77,7 @@ def convert_in_one_buffer(
 ) -> Any:
     """Convert the component like ``component.to``; afterwards it is one buffer as before."""
     wanted = [dtype for dtype in (*args, *kwargs.values()) if isinstance(dtype, torch.dtype)]
-    tensors = [tensor for tensor in all_tensors(component) if tensor.is_floating_point()]
+    tensors = [tensor for tensor in plain_weights(component) if tensor.is_floating_point()]
     if any(tensor.dtype != dtype for dtype in wanted for tensor in tensors):
         with turn({place_of(device)}):
             begin_stage(device)
@@ -100,23 +101,62 @@ def widen_on_host(components: list[nn.Module]) -> Callable[[], None]:
 
 
 def _move(components: list[nn.Module], move: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[], None]:
-    """Give the tensors of each component what ``move`` makes of their contents; returns the undoing."""
+    """Give the tensors of each component what ``move`` makes of their contents; returns the undoing.
+
+    What a quantised weight has beside itself is exchanged and stays where it was, because models may share it.
+    """
     places: list[tuple[Tensor, torch.device, torch.dtype]] = []
+    links: list[tuple[Link, Tensor]] = []
+    same: list[Link] = []
 
     def undo() -> None:
         for tensor, device, dtype in places:
             unmark_host(tensor.data)
             set_data(tensor, tensor.data.to(device, dtype))
+        for link, lent in links:
+            link.exchange(lent, link.value)
+        _tie(same)
 
     try:
         for component in components:
             stored = {id(tensor) for tensor, _, _ in places}
             tensors = [tensor for tensor in all_tensors(component) if id(tensor) not in stored]
+            found = [link for module in component.modules() for link in links_of(module)]
             before = [(tensor, tensor.device, tensor.dtype) for tensor in tensors]
-            for tensor, data in zip(tensors, move([tensor.data for tensor in tensors]), strict=True):
-                set_data(tensor, data)
-            places += before
+            made = {id(tensor): tensor for tensor in all_tensors(component)}
+            made.update(zip(map(id, tensors), move([tensor.data for tensor in tensors]), strict=True))
+            beside = _beside(found)
+            for place in before:
+                if id(place[0]) not in beside:
+                    set_data(place[0], made[id(place[0])])
+                    places.append(place)
+                    made[id(place[0])] = place[0]
+            same += found
+            _tie(same)
+            links += _exchange(found, made)
     except BaseException:
         undo()
         raise
     return undo
+
+
+def _beside(links: Iterable[Link]) -> set[int]:
+    """Ids of the tensors that stay where they are."""
+    return {id(part) for link in links if not is_wrapper(link.value) for part in link.parts}
+
+
+def _exchange(links: Iterable[Link], made: Mapping[int, Tensor]) -> list[tuple[Link, Tensor]]:
+    """Put tensors of the parts ``made`` where the links' own are, if they are elsewhere; returns these."""
+    exchanged = []
+    for link in links:
+        if link.memory is None and any(made[id(part)].device != link.value.device for part in link.parts):
+            exchanged.append((link, link.made_of(made)))
+            link.exchange(link.value, exchanged[-1][1])
+    return exchanged
+
+
+def _tie(links: Iterable[Link]) -> None:
+    """Make these the memory of their weights again."""
+    for link in links:
+        if link.memory is not None:
+            set_data(link.value, link.memory.data)
