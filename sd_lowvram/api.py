@@ -283,6 +283,8 @@ def max_size(
 ) -> dict[str, Plan | None]:
     """Return the largest pictures that fit; takes up to a minute the first time.
 
+    Many sizes are tried, and so no call is rehearsed: of a pipeline of an unknown family ask :func:`plan` size by size.
+
     Args:
         target: as for :func:`optimize`, like all arguments.
 
@@ -292,9 +294,11 @@ def max_size(
 
     Raises:
         BadInputError: as :func:`optimize`.
+        UnsupportedModelError: only a rehearsal shows what the pipeline calls.
     """
+    anatomy = anatomy_of(target)  # refuses what would be rehearsed anew for each size
     request = _request(target, None, vram, ram, device, {"batch": batch})
-    return largest_plans(anatomy_of(target), request, check_settings(settings), _check_flag(approximate))
+    return largest_plans(anatomy, request, check_settings(settings), _check_flag(approximate))
 
 
 def decode(

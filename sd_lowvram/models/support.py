@@ -163,7 +163,7 @@ def unsupported_error(
     return UnsupportedModelError(
         f"{of} {why}{shown}, which sd-lowvram does not plan. {remedy}; whole pipelines of {WHOLE}. Of any other the "
         "weights are streamed, and no more is planned, by settings=Settings(offload='layer'); a pipeline is planned "
-        "whole when the argument call states what it is called with",
+        "whole when the argument call states what it is called with, which plan and optimize take, one size at a time",
         owner=of,
         part=part,
         kind=kind,

@@ -37,11 +37,17 @@ def run(pipe: Any, **given: Any) -> Tensor:
 KINDS = [(todays.lumina2, lumina2)]
 
 
+def test_the_largest_picture_is_refused_unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd_lowvram.api.rehearse", None)
+    with pytest.raises(UnsupportedModelError, match=r"Lumina2Pipeline .*which plan and optimize take, one size"):
+        sd_lowvram.max_size(todays.lumina2(), vram="1GB")
+
+
 @pytest.mark.parametrize(("make", "picture"), KINDS, ids=[make.__name__ for make, _ in KINDS])
 def test_any_pipeline_streams(make: Callable[[], Any], picture: Callable[[Any], Tensor]) -> None:
     pipe = make()
     expected, size = picture(pipe), weight_bytes(pipe.transformer, pipe.vae)
-    with pytest.raises(UnsupportedModelError, match="offload"):
+    with pytest.raises(UnsupportedModelError, match=r"offload.* one size at a time"):
         sd_lowvram.max_size(pipe, vram="1GB")
     held = {}
     for way in WAYS:
