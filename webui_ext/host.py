@@ -133,6 +133,14 @@ def is_tiled_elsewhere(model: Any) -> bool:
     return any(part is not None and is_foreign(part, "forward") for part in parts)
 
 
+def attention_elsewhere(model: Any) -> list[tuple[Any, Any]]:
+    """Attention modules of the denoiser with the forwards that another extension has put on them, like NegPiP.
+
+    Such a forward may need the rows of prompt and negative prompt in one call."""
+    sites = () if is_blueprint(model) else anatomy_of(plannable_anatomy(model)).attentions
+    return [(site.module, site.module.forward) for site in sites if is_foreign(site.module, "forward")]
+
+
 def passes(model: Any, scale: float, prompts: Sequence[str] = (), image_scale: float | None = None) -> int:
     """Rows of the denoiser's batch for each picture, at most, in a generation with this CFG scale.
 

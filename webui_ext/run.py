@@ -87,7 +87,8 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
     Args:
         model: the host's model, or a blueprint of one.
         chosen: the panel's arguments by name; with "tiled", which is true where another extension would decode in tiles
-            of its own: the decode is exact then, unless the panel has chosen another.
+            of its own: the decode is exact then, unless the panel has chosen another. With "joined", which is true
+            where another extension computes attention, prompt and negative prompt stay in one call.
 
     Raises:
         BudgetError: nothing fits. BadInputError: knobs that cannot be used.
@@ -192,6 +193,8 @@ def _plan_settings(model: Any, anatomy: Anatomy, chosen: Mapping[str, Any]) -> S
         settings = dataclasses.replace(settings, **theirs | {"offload": "component", "decoder_device": "gpu"})
     if chosen.get("tiled"):
         settings = settings.filled(vae_tiles="exact")
+    if chosen.get("joined"):
+        settings = dataclasses.replace(settings, guidance_in_turn=False)
     if not _has_hooks(anatomy):
         steps_alone = (name for name, knob in knobs().items() if knob.stages and not _DECODES & set(knob.stages))
         settings = dataclasses.replace(settings, **dict.fromkeys(steps_alone))
@@ -317,9 +320,12 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
         contextlib.ExitStack() as stack,
     ):  # a live preview decodes in a thread of its own
         stop()
+        theirs = host.attention_elsewhere(model)
         stack.enter_context(host.precision_of_attention())
         attachment = attach(target, settings, plan.request.device, plan.timing)
         stack.callback(detach, target, attachment)
+        for module, forward in theirs:  # above ours
+            module.forward = forward
         attachment.plan = plan
         attachment.add(lower_estimates(model, plan))
         attachment.add(limit_weights(model, plan))
@@ -463,7 +469,7 @@ def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | N
     """Re-plan if the plan in use is not for what comes next.
 
     So it is if the host has loaded another model during a generation, draws a larger picture, or returns to the owner's
-    ``p`` from another one, and if another extension has put a Tiled VAE over our hooks.
+    ``p`` from another one, and if another extension has put a Tiled VAE or its own attention over our hooks.
 
     Args:
         shape: of the latents, (N, C, h, w) or (N, C, frames, h, w).
@@ -479,10 +485,11 @@ def follow(p: Any, model: Any, shape: Sequence[int], passes: int, steps: int | N
     factor = 8 if running is None else scale_factor(running.attachment.anatomy)
     picture = requested.of_latents(shape, factor, passes, steps)
     chosen = _owners[-1].chosen if running is None else running.chosen
-    tiled = not chosen.get("tiled") and host.is_tiled_elsewhere(model)
-    if tiled or anew or running is None or _is_outgrown(running, p, model, picture, steps):
+    others = {"tiled": host.is_tiled_elsewhere, "joined": host.attention_elsewhere}
+    came = {name: True for name, has in others.items() if not chosen.get(name) and has(model)}
+    if came or anew or running is None or _is_outgrown(running, p, model, picture, steps):
         with _answers(picture):
-            start(model, {**chosen, "tiled": True} if tiled else chosen, picture, fallback_steps())
+            start(model, {**chosen, **came}, picture, fallback_steps())
 
 
 def _is_under_way() -> bool:

@@ -1047,6 +1047,38 @@ def test_where_tiled_vae_is_on_ours_decodes_and_says_so(host: Any, capsys: Any, 
     assert told in capsys.readouterr().out and set(p.told) == {f"sd-lowvram: {told}"}
 
 
+@pytest.mark.parametrize("attends", [False, True])
+def test_prompt_and_negative_prompt_stay_together_where_another_extension_attends(host: Any, attends: bool) -> None:
+    """It looks for both in one call, as NegPiP does."""
+    run = importlib.import_module("webui_ext.run")
+    attention = host.sd_model.model.diffusion_model.middle_block[1].transformer_blocks[0].attn2
+    script, rows, plans = importlib.import_module("webui_ext.script").LowVRAMScript(), [], []
+
+    class Attends:
+        def process(self, p: Any) -> None:
+            forward = attention.forward
+            attention.forward = lambda x, *args, **kwargs: (rows.append(len(x)), forward(x, *args, **kwargs))[1]
+
+        def postprocess(self, p: Any, processed: Any) -> None:
+            vars(attention).pop("forward", None)
+
+    asked = {"enabled": True, "vram": "4GB", "preset": "smallest", "guidance_in_turn": "on"}
+    p = drawing(host, script, script_args=(asked,))
+    p.scripts = Scripts(script, *([Attends()] if attends else []))
+
+    def sample() -> None:
+        script.process_before_every_sampling(p, x=torch.zeros(1, 4, 8, 8))
+        plans.append(run.current().plan)
+        latents, timesteps, text = compvis.inputs(32, (8, 8))
+        with torch.no_grad():
+            host.sd_model.model.diffusion_model(latents, timesteps, context=text)
+
+    p.sample, host.cmd_opts = sample, SimpleNamespace()
+    sys.modules["modules.processing"].process_images(p)  # type: ignore[attr-defined]
+    assert not p.scripts.failed and bool(plans[-1].settings.guidance_in_turn) != attends
+    assert rows == ([2] if attends else [])
+
+
 def test_a_picture_of_a_grid_over_the_budget_says_why_in_its_place(
     host: Any, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
