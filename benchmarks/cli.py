@@ -141,8 +141,14 @@ def published() -> dict[str, Any]:
     return {}
 
 
+def h100_steps() -> dict[str, Any]:
+    """Predict the steps that were measured on an H100, by the card's name."""
+    return {}
+
+
 for _one in (
     max_size, cards, peers, ladder, vae, end_to_end, plans, schedule, published, todays_models, todays_memory,
+    h100_steps,
 ):  # fmt: skip
     app.command()(measurement(_one))
 

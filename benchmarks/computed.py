@@ -21,6 +21,7 @@ TABLES = {
     "plans": "plans",
     "cards": "cards",
     "cards_sdxl": "cards --model sdxl",
+    "h100_steps": "h100-steps",
     "todays_models": "todays-models",
     "todays_models_rtx2060": "todays-models --gpu rtx2060 --vram 6GB",
     "published": "published",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..errors import BadInputError
@@ -151,8 +151,9 @@ _FLOAT_SHARE, _BUS_SHARE = 0.6, 0.75
 PROCESSOR_FLOPS = 4.06e11
 """Operations a second of an i7-9700K that decodes in fp32: fitted to the published times of pictures."""
 
-_H100_LAUNCH = 38.5e-6
-"""Seconds of a launch from a step of SD1.5 at 512x512 that was measured on an H100: 28.6 ms, launched singly."""
+_H100_LAUNCH, _H100_WIDE = 38.5e-6, 740e12
+"""Seconds of a launch, and operations a second of wide products, on the H100 that was measured: fitted to its steps of
+SD1.5 at 512x512, 28.6 ms, and of FLUX.1-dev at 1024x1024, 180 to 188 ms, with all weights on the GPU."""
 
 _HOPPER = {
     "group_norm, denoise, contiguous_format": 0.547,
@@ -200,6 +201,19 @@ def _card(
         queued=True,
         processor_flops=PROCESSOR_FLOPS,
         bf16=bf16,
+    )
+
+
+def _hopper(name: str, title: str, memory: float, vram: float, source: str) -> Rates:
+    """A profile from what was measured on an H100, whose memory has 3350 GB/s."""
+    return replace(
+        _card(name, title, 989.0, 67.0, memory, 63.0, vram, launch_seconds=_H100_LAUNCH),
+        half_flops=268.2e12,
+        float_flops=73.16e12,
+        bandwidth=2728e9 * memory / 3350,
+        copy_bandwidth=55.19e9,
+        wide_flops=_H100_WIDE,
+        source=source,
     )
 
 
@@ -265,11 +279,8 @@ PROFILES = {
         _card("titan-rtx", "TITAN RTX", 130.5, 16.3, 672, 15.75, 24, bf16=False),
         _card("a100-40gb", "A100 40GB", 312.0, 19.5, 1555, 31.5, 40),
         _card("a100-80gb", "A100 80GB", 312.0, 19.5, 2039, 31.5, 80),
-        _card(
-            "h100", "H100", 989.0, 67.0, 3350, 63.0, 80, "launches by a measured step of SD1.5, 28.6 ms",
-            launch_seconds=_H100_LAUNCH,
-        ),
-        _card("h200", "H200", 989.0, 67.0, 4800, 63.0, 141, "launches as of the H100", launch_seconds=_H100_LAUNCH),
+        _hopper("h100", "H100", 3350, 80, "measured on an H100"),
+        _hopper("h200", "H200", 4800, 141, "as measured on an H100, its memory's bandwidth by the makers' figures"),
     )
 }  # fmt: skip
 

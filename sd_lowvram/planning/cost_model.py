@@ -30,7 +30,7 @@ from ..models.anatomy import Anatomy
 from ..models.latents import latent_channels, latent_size
 from ..settings import Fidelity, Settings, acts, only, without
 from ..streaming.host_weights import RING_BYTES
-from ..streaming.timing import LAYER_LAUNCHES, StepTiming, layers_with_weights, timing_of
+from ..streaming.timing import StepTiming, layers_with_weights, timing_of
 from ..tracing.flop_counter import TooManyCopiesError
 from ..tracing.tracer import Figures
 from ..units import MIB
@@ -533,9 +533,8 @@ class Pricing:
         def count() -> StepTiming:
             size = self._computed_bytes(stage.component, settings)
             model, copies = self.anatomy.components[stage.component], self.host.copies(stage.component, settings, held)
-            layer = self.request.pace.layer
-            layer = LAYER_LAUNCHES if layer is None else layer
-            timing = timing_of(stage.component, model, figures.spans, self.request.rates, size, copies, layer)
+            pace = self.request.pace.layer
+            timing = timing_of(stage.component, model, figures.spans, self.request.rates, size, copies, pace)
             # a ControlNet shares the ring, and has maps of its own
             alone = CONTROL not in self.anatomy.components and all(len(group) == 1 for group in self.anatomy.steps)
             return dataclasses.replace(timing, maps=tuple(span.held_bytes for span in figures.spans) if alone else ())

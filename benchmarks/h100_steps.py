@@ -1,0 +1,111 @@
+"""Predicted steps beside those that were measured on an H100, for the card by its name."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sd_lowvram.checkpoints.meta_model import meta_anatomy
+from sd_lowvram.planning.as_others import request_by
+from sd_lowvram.planning.search import PlanSearch
+from sd_lowvram.settings import Settings
+from sd_lowvram.units import GIB, MIB
+from sd_lowvram.weights import weight_bytes
+
+from .tables import Row, Sheet, filled
+
+_STEPS = 20
+_FITTED = {("sd15", 512, "all"), ("sd15", 1024, "50 %"), ("flux1-dev", 1024, "all")}
+"""What the profile's launches and wide products, and the engine's host time, were fitted to."""
+MEASURED: dict[tuple[str, int, str], Sequence[float]] = {
+    ("sd15", 512, "all"): (28.6, 27.8),
+    ("sd15", 512, "all, CUDA graphs"): (12.2, 10.5),
+    ("sd15", 512, "25 %"): (57.3,),
+    ("sd15", 1024, "all"): (48.1, 43.3, 49.4),
+    ("sd15", 1024, "all, CUDA graphs"): (44.7,),
+    ("sd15", 1024, "50 %"): (70.7,),
+    ("sd15", 1024, "25 %"): (92.5,),
+    ("sd15", 1024, "10 %"): (70.4,),
+    ("z-image-turbo", 1024, "all"): (151.4, 158.3),
+    ("z-image-turbo", 1024, "4 GiB"): (224.4, 229.2),
+    ("z-image-turbo", 1024, "6 GiB"): (185.7,),
+    ("flux1-dev", 1024, "all"): (179.7, 188.4),
+    ("flux1-dev", 1024, "4 GiB"): (422.9, 454.7),
+    ("flux1-dev", 1024, "6 GiB"): (406.2,),
+    ("flux1-dev", 1024, "8 GiB"): (343.8,),
+}
+"""Model, side, and weights on the GPU or budget: ms of a step, as in ``benchmarks/measured``."""
+WITHIN = 0.25
+_anatomy = functools.lru_cache(1)(
+    lambda model: meta_anatomy(model, torch.float16 if model == "sd15" else torch.bfloat16)
+)
+
+
+def run(out: Path | None = None) -> dict[str, Any]:
+    """Plan each row that was measured; writes ``out`` and JSON, row by row."""
+    cases = [dict(zip(("model", "side", "way"), of, strict=True)) for of in MEASURED]
+    return filled({"card": "H100"}, cases, _row, lines, out, "rows")
+
+
+def _row(model: str, side: int, way: str) -> Row:
+    measured = MEASURED[model, side, way]
+    stated: dict[str, Any] = {"width": side, "height": side, "steps": _STEPS, "ram": 64 * GIB}
+    stated["vram"] = int(way.split(maxsplit=1)[0]) * GIB if way.endswith("GiB") else 72 * GIB
+    search = PlanSearch(
+        _anatomy(model), request_by("ours", _anatomy(model), gpu="h100", **stated), _knobs(model, way), False
+    )
+    plan = search.fastest()
+    assert plan is not None
+    denoise = next(stage for stage in plan.stages if stage.component == _anatomy(model).denoiser)
+    predicted = 1000 * denoise.seconds / _STEPS
+    return {"measured": list(measured), "predicted": predicted, "ratio": predicted / statistics.median(measured)}
+
+
+def _knobs(model: str, way: str) -> Settings:
+    if way.startswith("all"):
+        return Settings(offload="none", cuda_graphs=way.endswith("graphs"))
+    if way.endswith("%"):
+        weights = weight_bytes(_anatomy(model).components["unet"])
+        return Settings(offload="blocks", weights_mib=weights * int(way.split(maxsplit=1)[0]) // 100 // MIB)
+    return Settings()
+
+
+def _measured(row: Row) -> str:
+    least, most = min(row["measured"]), max(row["measured"])
+    return f"{least:.1f}" if least == most else f"{least:.1f} to {most:.1f}"
+
+
+def _ratio(row: Row) -> str:
+    text = f"{row['ratio']:.2f}" if abs(row["ratio"] - 1) <= WITHIN else f"**{row['ratio']:.2f}**"
+    return text + (", fitted" if (row["model"], row["side"], row["way"]) in _FITTED else "")
+
+
+_SHEET = Sheet(
+    "Steps on an H100, predicted and measured",
+    """Milliseconds of a denoising step. *Predicted*: by `plan --gpu h100`, which needs no card. *Measured*: with random
+weights of full size ([the card](measured/nvidia-h100-80gb-hbm3.md), [steps](measured/steps-on-h100.md)); equal rows of
+several runs are a range, and the ratio is to their median. *Weights*: the share that is on the GPU, or the budget. Rows
+marked as fitted gave the profile its figures.""",
+    (
+        ("model", "{model}"),
+        ("picture", "{side}x{side}"),
+        ("weights", "{way}"),
+        ("predicted ms", lambda row: f"{row['predicted']:.1f}"),
+        ("measured ms", _measured),
+        ("ratio", _ratio),
+    ),
+)
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report as Markdown, with what differs by more than a quarter."""
+    yield from _SHEET.lines(report)
+    held_out = [row for row in report["rows"] if (row["model"], row["side"], row["way"]) not in _FITTED]
+    within = sum(abs(row["ratio"] - 1) <= WITHIN for row in held_out)
+    yield ""
+    yield f"Of {len(held_out)} rows that nothing was fitted to, {within} are within {WITHIN:.0%}."
