@@ -25,7 +25,7 @@ from sd_lowvram.checkpoints.split_files import split_model
 from sd_lowvram.errors import BadInputError, CheckpointError
 from sd_lowvram.kernels.scaled import ScaledLinear
 from sd_lowvram.streaming.mapped_files import MappedFiles
-from sd_lowvram.weights import is_gguf
+from sd_lowvram.weight_parts import is_gguf
 
 SIZE = ("--width", 64, "--height", 64, "--steps", 2, "--seed", 5, "--device", "cpu", "--vram", "2GB")
 FAMILIES = list(split_models.TRANSFORMERS)
