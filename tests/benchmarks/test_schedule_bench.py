@@ -55,7 +55,8 @@ def test_the_bench_writes_json_and_markdown(monkeypatch, tmp_path, tables):
     assert json.loads((tmp_path / "schedule.json").read_text(encoding="utf-8")) == report
     assert report["rows"][0]["slowdown"]["ours"] < 1.01
     written = (tmp_path / "schedule.md").read_text(encoding="utf-8")
-    assert f"## sd15 512x512, {RTX2070}: 100 ms a step" in written
+    resident = next(row.resident_seconds for row in tables["sd15", 512] if row.device == RTX2070)
+    assert f"## sd15 512x512, {RTX2070}: {1000 * resident:.0f} ms a step" in written
     assert "25 %, 410 MiB" in written
 
 
