@@ -225,7 +225,7 @@ def bytes_to_ask_for(size: int) -> int:
     A tensor there that lives longer, such as the embeddings of several prompts, would hold all of their segment.
     """
     whole = segment(size)
-    return whole if SMALL < whole - size < ROUND else size
+    return whole if size > SMALL and SMALL < whole - size < ROUND else size
 
 
 def _split_pools(allocations: Allocations) -> tuple[list[tuple[int, int]], int]:

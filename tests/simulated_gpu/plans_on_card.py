@@ -298,7 +298,7 @@ def _shaped_alone(convolve: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
     def call(layer: Any, x: Any, weight: Any, bias: Any) -> Any:
-        if x.device.type != "cpu":
+        if x.device.type != "cpu" or type(x) is not torch.Tensor:  # nor of a trace
             return convolve(layer, x, weight, bias)
         return x.new_empty(
             torch.nn.functional.conv2d(x.to("meta"), weight.to("meta"), None, layer.stride, layer.padding).shape

@@ -196,8 +196,8 @@ def _without_room_taken(fetch: Any) -> Any:
 
 
 def _half_a_kilobyte_off(places: Any) -> Any:
-    def misplaced(pool: Any, waiting: Any, offset: int) -> Any:
-        return places(pool, waiting, max(0, offset - 512))
+    def misplaced(pool: Any, waiting: Any, offset: int, parts: Any) -> Any:
+        return places(pool, waiting, max(0, offset - 512), parts)
 
     return misplaced
 
