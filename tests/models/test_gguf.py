@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import gguf
 import numpy
 import pytest
@@ -13,7 +10,6 @@ import torch
 from diffusers.quantizers.gguf import utils as theirs
 from torch import Tensor, nn
 
-import sd_lowvram
 from sd_lowvram import Settings
 from sd_lowvram.session import attached
 
@@ -67,16 +63,6 @@ def test_every_kind_has_the_bits_of_a_resident_run(kind: str, offload: str) -> N
 @pytest.mark.slow(30)
 @pytest.mark.parametrize(("family", "kind"), [("flux", "Q8_0"), ("qwen_image", "Q4_0")])
 def test_a_pipeline_is_planned_with_what_widening_takes(family: str, kind: str) -> None:
-    few = dataclasses.replace(sd_lowvram.Settings.policy("diffusers-default"), offload=None, vae_tiles=None)
-    asked: dict[str, Any] = {"width": todays.SIZE, "height": todays.SIZE, "device": "cpu", "settings": few}
     pipe = getattr(todays, family)()
     in_blocks(pipe.transformer, kind)
-    wanted = todays.picture(pipe)
-    about = sd_lowvram.plan(pipe, vram="1GB", **asked).minimum_vram_bytes
-    for budget in (1 << 30, int(1.1 * about)):
-        plan = sd_lowvram.optimize(pipe, vram=f"{budget} B", **asked)
-        with sd_lowvram.measured(pipe) as run:
-            assert torch.equal(todays.picture(pipe), wanted)
-        assert todays.within(plan, run)
-        sd_lowvram.restore(pipe)
-    assert plan.settings.offload != "none" and torch.equal(todays.picture(pipe), wanted)
+    todays.check_budgets(pipe)

@@ -4,7 +4,6 @@ library is not installed."""
 from __future__ import annotations
 
 import copy
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import todays
 import torch
 from torch import Tensor, nn
 
-import sd_lowvram
 from sd_lowvram import Settings, attached
 from sd_lowvram.weight_parts import links_of, parts_of, registered
 from sd_lowvram.weights import all_tensors
@@ -76,18 +74,8 @@ def test_a_first_call_may_be_a_streamed_one(name: str) -> None:
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("name", quantised.LIBRARIES)
 def test_a_pipeline_is_planned_in_its_own_bytes(name: str) -> None:
-    few = dataclasses.replace(Settings.policy("diffusers-default"), offload=None, vae_tiles=None)
-    asked: dict[str, Any] = {"width": todays.SIZE, "height": todays.SIZE, "device": "cpu", "settings": few}
     pipe = pipeline(name)
-    wanted = todays.picture(pipe)
-    about = sd_lowvram.plan(pipe, vram="1GB", **asked).minimum_vram_bytes
-    for budget in (1 << 30, int(1.1 * about)):
-        plan = sd_lowvram.optimize(pipe, vram=f"{budget} B", **asked)
-        with sd_lowvram.measured(pipe) as run:
-            assert torch.equal(todays.picture(pipe), wanted)
-        assert todays.within(plan, run), (max(stage.held_bytes for stage in plan.stages), run.peak_bytes)
-        sd_lowvram.restore(pipe)
-    assert plan.settings.offload != "none" and torch.equal(todays.picture(pipe), wanted)
+    todays.check_budgets(pipe)
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8", "quanto int8", "torchao int8"])

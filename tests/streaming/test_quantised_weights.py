@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from typing import Any
 
@@ -12,7 +11,6 @@ import todays
 import torch
 from torch import Tensor, nn
 
-import sd_lowvram
 from sd_lowvram import Settings, attached
 from sd_lowvram.compat.private import FakeTensor
 from sd_lowvram.errors import ConflictError
@@ -217,16 +215,6 @@ def test_fakes_have_fakes_for_all_parts() -> None:
 
 @pytest.mark.parametrize("form", ["inside", *(pytest.param(form, marks=pytest.mark.slow(20)) for form in RARE)])
 def test_a_pipeline_is_planned_in_its_own_bytes(form: str) -> None:
-    pipe, few = todays.flux(), {"offload": None, "vae_tiles": None}
+    pipe = todays.flux()
     quantised.exchanged(pipe.transformer, quantised.FORMS[form])
-    asked: dict[str, Any] = {"width": todays.SIZE, "height": todays.SIZE, "device": "cpu"}
-    asked["settings"] = dataclasses.replace(Settings.policy("diffusers-default"), **few)
-    wanted = todays.picture(pipe)
-    about = sd_lowvram.plan(pipe, vram="1GB", **asked).minimum_vram_bytes
-    for budget in (1 << 30, int(1.1 * about)):
-        plan = sd_lowvram.optimize(pipe, vram=f"{budget} B", **asked)
-        with sd_lowvram.measured(pipe) as run:
-            assert torch.equal(todays.picture(pipe), wanted)
-        assert todays.within(plan, run)
-        sd_lowvram.restore(pipe)
-    assert plan.settings.offload != "none" and torch.equal(todays.picture(pipe), wanted)
+    todays.check_budgets(pipe)

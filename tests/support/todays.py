@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from string import ascii_letters
@@ -28,6 +29,8 @@ from transformers import (
     T5Tokenizer,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import sd_lowvram
 
 SIZE = 64
 WORDS = 512
@@ -296,3 +299,18 @@ def agrees(plan: Any, made: Tensor, expected: Tensor) -> bool:
     no more than rounding."""
     off = (made - expected).abs().max().item()
     return off == 0 or (bool(plan.settings.guidance_in_turn) and off < 1e-5)
+
+
+def check_budgets(pipe: Any) -> None:
+    """Hold the picture of ``pipe`` and its peaks with plenty of memory and with a tenth more than the least."""
+    few = dataclasses.replace(sd_lowvram.Settings.policy("diffusers-default"), offload=None, vae_tiles=None)
+    asked: dict[str, Any] = {"width": SIZE, "height": SIZE, "device": "cpu", "settings": few}
+    wanted = picture(pipe)
+    about = sd_lowvram.plan(pipe, vram="1GB", **asked).minimum_vram_bytes
+    for budget in (1 << 30, int(1.1 * about)):
+        plan = sd_lowvram.optimize(pipe, vram=f"{budget} B", **asked)
+        with sd_lowvram.measured(pipe) as run:
+            assert torch.equal(picture(pipe), wanted)
+        assert within(plan, run), (max(stage.held_bytes for stage in plan.stages), run.peak_bytes)
+        sd_lowvram.restore(pipe)
+    assert plan.settings.offload != "none" and torch.equal(picture(pipe), wanted)

@@ -134,7 +134,7 @@ def test_inside_a_fake_mode_of_the_caller():
 
 @torch.no_grad()
 def test_a_map_that_is_written_by_rows_is_counted_whole() -> None:
-    """In torch 2.1 to 2.3, a storage of meta tensors is cut where a view is set on it."""
+    """A storage of meta tensors is cut where a view is set on it, in torch 2.1 to 2.3."""
 
     def by_rows(x: torch.Tensor) -> torch.Tensor:
         rows = x.new_empty(64, 1024)
