@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 
-from sd_lowvram.checkpoints.architectures import TRANSFORMERS
-from sd_lowvram.checkpoints.meta_model import meta_anatomy
+from sd_lowvram.api import anatomy_for_call
+from sd_lowvram.checkpoints.architectures import PIPELINES, TRANSFORMERS, architecture
+from sd_lowvram.checkpoints.meta_model import meta_anatomy, named_pipeline
+from sd_lowvram.compat.private import tree_flatten
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
+from sd_lowvram.models.anatomy import Anatomy
+from sd_lowvram.models.recorded import Given, Rehearsal
 from sd_lowvram.planning.as_others import request_by
+from sd_lowvram.planning.request import RunOptions
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB
@@ -22,40 +27,59 @@ from .tables import Columns, Row, filled, rows_table
 
 SIDES = (512, 1024, 2048)
 _STEPS = 20
+_FILMS = ("wan2.2-5b", "ltx-video")
+"""Models that are planned with the frames of their pipeline, at the least size."""
+
 _anatomy = functools.lru_cache(1)(lambda model: meta_anatomy(model, torch.bfloat16))
+_pipeline = functools.lru_cache(1)(lambda model: named_pipeline(model, torch.bfloat16))
 
 
 def run(
     card: str = "rtx3060",
     vram: int = 4 * GIB,
     ram: int = 64 * GIB,
-    models: Sequence[str] = TRANSFORMERS,
+    models: Sequence[str] = (*TRANSFORMERS, *PIPELINES),
     *,
     out: Path | None,
 ) -> dict[str, Any]:
     """Plan the models in bf16; writes ``out`` and JSON, model by model, and goes on with what lacks."""
     told = {"card": card, "title": profile(card).title, "vram_bytes": vram, "ram_bytes": ram, "steps": _STEPS}
-    cases = [{"model": model, "side": side} for model in models for side in SIDES]
+    cases = [{"model": model, "side": side} for model in models for side in SIDES[: 1 if model in _FILMS else None]]
     return filled(told, cases, functools.partial(_planned, card, vram, ram), lines, out, "models and sizes")
 
 
 def _planned(card: str, vram: int, ram: int, model: str, side: int) -> dict[str, Any]:
-    anatomy = _anatomy(model)
+    anatomy = _rehearsed(model, side) if model in PIPELINES else _anatomy(model)
     request = request_by("ours", anatomy, gpu=card, vram=vram, ram=ram, width=side, height=side, steps=_STEPS)
     try:
         plan = make_plan(anatomy, request, Settings())
     except BudgetError as error:
         return {"needed_bytes": error.needed_bytes}
-    denoise = next(stage for stage in plan.stages if stage.name == "denoise")
+    denoise = [stage for stage in plan.stages if stage.name == "denoise"]
+    seconds = sum(stage.seconds for stage in denoise)
+    record = anatomy.rehearsal
+    calls = sum(record.counts[stage.component] for stage in denoise) // _STEPS if record else request.calls
     return {
         "card_bytes": plan.predicted.reserved_bytes + plan.predicted.overhead_bytes,
         "least_bytes": plan.minimum_vram_bytes,
         "host_bytes": plan.predicted.host_bytes,
-        "seconds": denoise.seconds / _STEPS,
-        "slowdown": denoise.slowdown,
-        "calls": request.calls,
-        "passes": request.passes,
+        "seconds": seconds / _STEPS,
+        "slowdown": seconds / sum(stage.seconds / stage.slowdown for stage in denoise),
+        "calls": calls,
+        "passes": _rows_in_call(record) if record else request.passes,
     }
+
+
+def _rehearsed(model: str, side: int) -> Anatomy:
+    run: RunOptions = {"width": side, "height": side, "steps": _STEPS}
+    return anatomy_for_call(_pipeline(model), None, run, True, architecture(model).get("call"))
+
+
+def _rows_in_call(record: Rehearsal) -> int:
+    """Rows of the largest batch that the denoiser is called with."""
+    row = next(row for row in record.rows if row.component == record.denoiser)
+    given = (leaf for leaf in tree_flatten((row.args, row.kwargs))[0] if isinstance(leaf, Given))
+    return max((tensor.shape[0] for tensor in given if len(tensor.shape) > 2), default=1)
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:

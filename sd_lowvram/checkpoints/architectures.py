@@ -28,49 +28,52 @@ TRANSFORMERS = (
 )
 """Today's models, which can be planned by their names."""
 
+
+def _read(name: str) -> dict[str, Any]:
+    description: dict[str, Any] = json.loads((DATA / "architectures" / f"{name}.json").read_text(encoding="utf-8"))
+    return description
+
+
+PIPELINES: tuple[str, ...] = tuple(_read("pipelines")["models"])
+"""Pipelines that can be planned by their names, by their own call."""
+
+BUILT_IN = (*NAMES, *TRANSFORMERS, *PIPELINES)
+
 MODELS = ("unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "transformer")
+NO_MODELS = ("pipeline", "options", "call", "scheduler", "billions", "licence", "sources")
+"""Keys of :func:`architecture` that are not models of today's pipelines."""
+
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 
 
 def architecture(name: str) -> dict[str, Any]:
-    """Component name -> configuration, as diffusers and transformers write them, for one of ``NAMES`` or
-    ``TRANSFORMERS``.
+    """Component name -> configuration, as diffusers and transformers write them, for one of ``BUILT_IN``.
 
     "pipeline" holds the prefix of the pipeline's class ("StableDiffusion", "Flux"), "options" what the class is made
-    with besides, "call" what it is called with otherwise than by itself.
+    with besides, "call" what it is called with otherwise than by itself. Those of ``PIPELINES`` have a "scheduler",
+    their "licence", the "sources" of the numbers, and the "billions" of parameters that the makers state.
 
     Raises:
         BadInputError: another name.
     """
-    if name in TRANSFORMERS:
-        return _transformer(name)
-    if name not in NAMES:
-        raise BadInputError(f"unknown architecture {name!r}: choose one of {', '.join((*NAMES, *TRANSFORMERS))}")
-    config: dict[str, Any] = json.loads((DATA / "architectures" / f"{name}.json").read_text(encoding="utf-8"))
-    return config
-
-
-def _transformer(name: str) -> dict[str, Any]:
-    """Parts of one of today's models, some of which are common to several."""
-    description = _told_of_transformers()
-    parts = description["parts"]
-    return {key: parts[value] if key in MODELS else value for key, value in description["models"][name].items()}
-
-
-def _told_of_transformers() -> dict[str, Any]:
-    description: dict[str, Any] = json.loads((DATA / "architectures" / "transformers.json").read_text(encoding="utf-8"))
-    return description
+    if name in NAMES:
+        return _read(name)
+    models, parts = (_read("transformers")[kind] | _read("pipelines")[kind] for kind in ("models", "parts"))
+    if name not in models:
+        raise BadInputError(f"unknown architecture {name!r}: choose one of {', '.join(BUILT_IN)}")
+    described: dict[str, Any] = models[name]
+    return {key: value if key in NO_MODELS else parts[value] for key, value in described.items()}
 
 
 def parts_of_transformers() -> dict[str, dict[str, Any]]:
     """The configurations that today's models are made of, by names of our own ("t5-xxl")."""
-    parts: dict[str, dict[str, Any]] = _told_of_transformers()["parts"]
+    parts: dict[str, dict[str, Any]] = _read("transformers")["parts"]
     return parts
 
 
 def schedulers_of_transformers() -> dict[str, dict[str, Any]]:
     """The configurations of their schedulers, by the kind of the transformer ("flux1")."""
-    schedulers: dict[str, dict[str, Any]] = _told_of_transformers()["schedulers"]
+    schedulers: dict[str, dict[str, Any]] = _read("transformers")["schedulers"]
     return schedulers
 
 

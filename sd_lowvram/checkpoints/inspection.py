@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from .. import doors
 from ..errors import CheckpointError
-from .architectures import MODELS, NAMES, TRANSFORMERS, architecture, layers_per_block
+from .architectures import BUILT_IN, MODELS, architecture, layers_per_block
 from .gguf_files import is_gguf_file
 from .safetensors_header import Header, read_header, read_values
 from .scaled_files import check_formats, has_scales
@@ -117,7 +117,7 @@ def configuration(model: str | None) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, truncated, of an unknown kind, or a pickle, which has no header to read.
     """
-    if model in (*NAMES, *TRANSFORMERS):
+    if model in BUILT_IN:
         return architecture(model or "")
     path = model_path(model)
     if path.is_dir():

@@ -15,10 +15,20 @@ from ..errors import CheckpointError
 from ..models import anatomy_of_components, dissect
 from ..models.anatomy import Anatomy
 from ..models.support import unsupported_error
-from .architectures import MODELS, build_components, class_of, empty_model, pipeline_class, type_for
+from .architectures import (
+    MODELS,
+    NO_MODELS,
+    architecture,
+    build_components,
+    class_of,
+    empty_model,
+    pipeline_class,
+    type_for,
+)
 from .inspection import configuration, read_index
 from .load_split import load_part
 from .split_files import is_split
+from .tokenizers import stand_in
 from .unfilled import Unfilled
 
 
@@ -43,15 +53,36 @@ def _pipeline_anatomy(config: dict[str, Any], parts: dict[str, nn.Module]) -> An
     Raises:
         UnsupportedModelError: it is of no family that is planned.
     """
-    kind = pipeline_class(config["pipeline"])
-    taken = list(inspect.signature(kind.__init__).parameters.values())[1:]
-    nothing = {parameter.name: None for parameter in taken if parameter.default is inspect.Parameter.empty}
-    pipe = kind(**nothing | parts | config.get("options", {}))
+    pipe = _pipeline_of(config, parts)
     anatomy = dissect(pipe)
     if anatomy is None:
         raise unsupported_error(pipe, "transformer", parts["transformer"])
     unguided: dict[str, Any] = {"passes": 1, "calls": 1} if config.get("call", {}).get("guidance_scale") == 0 else {}
     return dataclasses.replace(anatomy, **unguided)
+
+
+def _pipeline_of(config: dict[str, Any], parts: dict[str, Any]) -> Any:
+    """The pipeline of a configuration with these ``parts``, and with nothing for the others that it requires."""
+    kind = pipeline_class(config["pipeline"])
+    taken = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    nothing = {parameter.name: None for parameter in taken if parameter.default is inspect.Parameter.empty}
+    return kind(**nothing | parts | config.get("options", {}))
+
+
+def named_pipeline(name: str, dtype: torch.dtype) -> Any:
+    """Return the pipeline that one of ``PIPELINES`` names, its models on the meta device, without its tokenizers.
+
+    Args:
+        name: the name.
+        dtype: type of the weights.
+    """
+    config = architecture(name)
+    models = tuple(part for part, stated in config.items() if isinstance(stated, dict) and part not in NO_MODELS)
+    parts: dict[str, Any] = dict(build_components(config, type_for(config, dtype), "meta", models))
+    parts["scheduler"] = class_of(config["scheduler"]).from_config(config["scheduler"])
+    taken = inspect.signature(pipeline_class(config["pipeline"]).__init__).parameters
+    words = (part for part in taken if part.startswith(("tokenizer", "processor")))
+    return _pipeline_of(config, parts | {part: stand_in(part) for part in words})
 
 
 def meta_pipeline(name: str, folder: Path, dtype: torch.dtype) -> Any:

@@ -18,6 +18,12 @@ _FEWEST = 16
 
 _CLIP_TOKENS = 77
 
+_CONTENT = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }} {% else %}"
+    "{% for part in message['content'] %}{{ part['text'] }} {% endfor %}{% endif %}{% endfor %}"
+)
+"""Chat template without words of its own, so that the longest prompt stays the longest."""
+
 _BYTE_PAIRS = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 _VOCABULARIES = {"clip": _BYTE_PAIRS, "qwen": _BYTE_PAIRS, "t5": (("tokenizer.json",), ("spiece.model",))}
 """Sets of files that form a vocabulary, one set a row, by the beginning of an encoder's class name."""
@@ -119,3 +125,33 @@ def _words_in(file: Path) -> int:
         return len(words) + len(added)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as the vocabulary of a tokenizer: {error}") from error
+
+
+def stand_in(part: str) -> Any:
+    """Return a tokenizer that makes one token of each word, for a pipeline that is planned without its own.
+
+    Args:
+        part: its name in the pipeline; a "processor" takes words by name and holds its tokenizer.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
+    numbers = {word: number for number, word in enumerate((*special.values(), "<|image_pad|>"))}
+    words = Tokenizer(models.WordLevel(numbers, special["unk_token"]))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=_CONTENT, **special)
+    return _Processor(made) if part == "processor" else made
+
+
+class _Processor:
+    """A stand-in for a model's processor, which reads prompts only."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, **options: Any) -> Any:
+        return self.tokenizer(**options)
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        return self.tokenizer.apply_chat_template([conversation], **options)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..checkpoints.architectures import NAMES, TRANSFORMERS
+from ..checkpoints.architectures import BUILT_IN, PIPELINES, architecture
 from ..devices.disk import DISKS, disk_rate, parse_disk
 from ..devices.performance import profile
 from ..errors import BadInputError, BudgetError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def plan(
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help=f"{', '.join((*NAMES, *TRANSFORMERS))}, a diffusers folder or a "
+        typer.Option("--model", "-m", help=f"{', '.join(BUILT_IN)}, a diffusers folder or a "
                      ".safetensors file; left out: the demo model.", metavar="NAME|PATH"),
     ] = None,
     pipeline: Annotated[
@@ -130,6 +130,8 @@ def _check_request(
     if asked["gpu"] is not None:
         profile(asked["gpu"])
     asked["model"] = split_or(asked["model"], **files)
+    if asked["model"] in PIPELINES and asked["max_size"]:
+        raise BadInputError(f"{asked['model']} is planned by its pipeline's call, of one size: leave --max-size out")
     if asked["pipeline"] is not None and (asked["max_size"] or not Path(asked["model"] or "").is_dir()):
         raise BadInputError(
             f"--pipeline {asked['pipeline']} needs a diffusers folder: give one with --model, and leave --max-size out"
@@ -233,15 +235,18 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     import torch
 
     from ..api import anatomy_for_call
-    from ..checkpoints.meta_model import meta_anatomy, meta_pipeline
+    from ..checkpoints.meta_model import meta_anatomy, meta_pipeline, named_pipeline
     from ..devices.info import default_device, dtype_on
     from ..planning.as_others import request_by
 
     device = torch.device("cuda") if asked["gpu"] else default_device()
+    run: Any = {name: asked[name] for name in ("width", "height", "batch", "steps")}
     if asked["pipeline"]:
         pipe = meta_pipeline(asked["pipeline"], Path(asked["model"]), dtype_on(device))
-        run: Any = {name: asked[name] for name in ("width", "height", "batch", "steps")}
         anatomy = anatomy_for_call(pipe, None, run, asked["guidance"], None)
+    elif asked["model"] in PIPELINES:
+        pipe, call = named_pipeline(asked["model"], dtype_on(device)), architecture(asked["model"]).get("call")
+        anatomy = anatomy_for_call(pipe, None, run, asked["guidance"], call)
     else:
         anatomy = meta_anatomy(asked["model"], dtype_on(device))
     named = ("gpu", "vram", "ram", "width", "height", "batch", "steps", "pictures", "fills")

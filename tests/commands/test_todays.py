@@ -14,7 +14,8 @@ import todays
 import torch
 from PIL import Image
 
-from sd_lowvram.checkpoints.architectures import TRANSFORMERS, architecture
+from sd_lowvram.checkpoints.architectures import PIPELINES, TRANSFORMERS, architecture
+from sd_lowvram.checkpoints.meta_model import named_pipeline
 from sd_lowvram.commands.guidance import is_guided
 from sd_lowvram.commands.inputs import Job
 
@@ -134,6 +135,35 @@ def test_every_name_is_an_architecture() -> None:
         config = architecture(name)
         assert config["transformer"]["_class_name"].endswith("Transformer2DModel")
         assert hasattr(diffusers, config["pipeline"] + "Pipeline")
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_named_pipeline_has_the_size_that_its_makers_state(name: str) -> None:
+    stated = architecture(name)
+    assert stated["licence"] and all("/" in source for source in stated["sources"])
+    count = sum(weight.numel() for weight in named_pipeline(name, torch.bfloat16).transformer.parameters()) / 1e9
+    assert abs(count / stated["billions"] - 1) < 0.03 or round(count) == stated["billions"]
+
+
+SMALL, FILMS = ("pixart-sigma",), ("wan2.2-5b", "ltx-video")
+
+
+@pytest.mark.slow(3)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SMALL else [pytest.mark.rare]) for name in PIPELINES]
+)
+def test_a_pipeline_is_planned_by_its_name(name: str, here: Callable[..., Any]) -> None:
+    size = () if name in FILMS else ("--width", 1024, "--height", 1024)
+    planned = here("plan", "--model", name, "--gpu", "rtx3060", "--ram", "64GB", "--steps", 4, "--json", *size)
+    assert planned.exit_code == 0, planned.output
+    told = json.loads(planned.stdout)
+    assert told["fits"] and told["stages"][-1]["component"] == "vae"
+    assert all(stage["activation_bytes"] > 0 and not stage["at_first_call"] for stage in told["stages"])
+
+
+def test_a_named_pipeline_is_planned_for_one_size(here: Callable[..., Any]) -> None:
+    refused = here("plan", "--model", "sana-1.6b", "--max-size")
+    assert refused.exit_code == 2 and "leave --max-size out" in " ".join(refused.output.split())
 
 
 @pytest.mark.slow(10)
