@@ -69,6 +69,7 @@ class About:
         unlocked_seconds: extra seconds because not all waiting weights are page-locked.
         disk: bytes a second of the disk under the weights.
         unknown_bytes: weights of a model of which nothing else is known; None: its calls are known.
+        streamed_bytes: weights that are copied in the steps, all together; None: there are no steps.
     """
 
     fidelity: Fidelity
@@ -77,6 +78,7 @@ class About:
     unlocked_seconds: float
     disk: float
     unknown_bytes: int | None
+    streamed_bytes: int | None
 
 
 class Pricing:
@@ -134,7 +136,7 @@ class Pricing:
         Returns:
             The candidate with the figures of the whole trace.
         """
-        if Act.STREAMS_WEIGHTS not in self._acts(run.settings):
+        if not self.streams(run.settings):
             return run
         half = run.peak_bytes // 2
         for number, (stage, planned) in enumerate(zip(self.costs.stages, run.stages, strict=True)):
@@ -213,7 +215,7 @@ class Pricing:
         """Facts on ``run`` that a plan shows in addition to its stages."""
         settings, steps = run.settings, [stage for stage in self.costs.stages if stage.repeats]
         types = (self._arithmetic(name, settings).fidelity for name in self.anatomy.components)
-        streams, rehearsed = Act.STREAMS_WEIGHTS in self._acts(settings), self.anatomy.rehearsal is not None
+        streams, rehearsed = self.streams(settings), self.anatomy.rehearsal is not None
         timings = [self.timing(stage, settings) for stage in (steps if rehearsed else steps[:1]) if streams]
         return About(
             fidelity=max(fidelity_of_knobs(settings), *types),
@@ -222,6 +224,7 @@ class Pricing:
             unlocked_seconds=self._unlocked_seconds(run),
             disk=self.host.disk if any(stage.disk_bytes for stage in run.stages) else ASSUMED,
             unknown_bytes=None if self.anatomy.family.known or rehearsed else self.weights_bytes(settings),
+            streamed_bytes=self.streamed_bytes(run) if steps else None,
         )
 
     def _price(self, settings: Settings, stage: Stage, choice: Choice) -> StagePlan:
@@ -493,7 +496,7 @@ class Pricing:
             traced = without(settings, Act.ON_PROCESSOR)
             if self._arithmetic(stage.component, settings).overflows:
                 traced = widen_settings(traced)
-            streams = Act.STREAMS_WEIGHTS in self._acts(settings)
+            streams = self.streams(settings)
             return traced if streams else without(traced, Act.PLACES_WEIGHTS)
 
         return self._memoised("traced", stage.component, stage.name, settings, count)
@@ -547,6 +550,17 @@ class Pricing:
     def step(self, stage: Stage, settings: Settings) -> Step:
         """Return the cost of one denoising step with streamed weights."""
         return self.costs.step(stage, self.as_traced(stage, settings), self.timing(stage, settings))
+
+    def streams(self, settings: Settings) -> bool:
+        """Return True if weights are streamed with ``settings``."""
+        return Act.STREAMS_WEIGHTS in self._acts(settings)
+
+    def streamed_bytes(self, run: Candidate) -> int:
+        """Return the bytes of weights that are copied in the steps of ``run``, all together."""
+        if not self.streams(run.settings):
+            return 0
+        steps = [stage for stage in self.costs.stages if stage.repeats]
+        return sum(self._times(stage) * self.step(stage, run.settings).streamed_bytes for stage in steps)
 
     def _times(self, stage: Stage) -> int:
         """Number of times that a stage runs in a run."""

@@ -162,13 +162,7 @@ def _budget(request: Request, best: Candidate) -> dict[str, int]:
 def _weight_reasons(request: Request, best: Candidate, about: About) -> Iterator[Reason]:
     """Reasons on the places of the weights, and of the maps of a decode."""
     acting = acts(best.settings)
-    slower = next((stage for stage in best.stages if stage.slowdown != 1.0), None)
-    if Act.MOVES_MODELS in acting:
-        yield Reason(Kind.ONE_COMPONENT)
-    elif Act.STREAMS_LAYERS in acting:
-        yield Reason(Kind.ONE_LAYER, slowdown=None if slower is None else slower.slowdown)
-    elif Act.STREAMS_WEIGHTS in acting and slower is not None:
-        yield Reason(Kind.STREAMED, weights_bytes=slower.weights_bytes, slowdown=slower.slowdown)
+    yield from _offload_reason(acting, best, about)
     if best.locked_bytes:
         waiting = {"locked_bytes": best.locked_bytes, "unlocked_bytes": best.unlocked_bytes}
         yield Reason(Kind.PAGE_LOCKED, **waiting, seconds=about.unlocked_seconds)
@@ -177,6 +171,18 @@ def _weight_reasons(request: Request, best: Candidate, about: About) -> Iterator
         yield Reason(Kind.EXACT_STRIPS, vae_map=best.settings.vae_map)  # a causal autoencoder has no such map
     if any(Act.ON_PROCESSOR in acts(Settings(**stage.choice)) for stage in best.stages):
         yield Reason(Kind.DECODER_ON_CPU)
+
+
+def _offload_reason(acting: frozenset[Act], best: Candidate, about: About) -> Iterator[Reason]:
+    """The reason on the weights that wait in host memory."""
+    slower = next((stage for stage in best.stages if stage.slowdown != 1.0), None)
+    streams = Act.STREAMS_WEIGHTS in acting
+    if Act.MOVES_MODELS in acting or (streams and about.streamed_bytes == 0):
+        yield Reason(Kind.ONE_COMPONENT)
+    elif Act.STREAMS_LAYERS in acting:
+        yield Reason(Kind.ONE_LAYER, slowdown=None if slower is None else slower.slowdown)
+    elif streams and slower is not None:
+        yield Reason(Kind.STREAMED, weights_bytes=slower.weights_bytes, slowdown=slower.slowdown)
 
 
 def _speed_reasons(request: Request, best: Candidate, about: About) -> Iterator[Reason]:

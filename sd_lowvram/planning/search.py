@@ -35,7 +35,7 @@ from ..kernels.attention.problem import assume_gpu
 from ..models.anatomy import Anatomy
 from ..models.support import check_moved
 from ..settings import Settings, add_implied, conflict
-from ..streaming.simulator import read_cost
+from ..streaming.simulator import copy_cost, read_cost
 from ..units import MIB
 from .cost_model import Pricing
 from .first_calls import until_denoiser
@@ -170,30 +170,34 @@ class PlanSearch:
         return best
 
     def _faster(self, ways: Iterable[Iterator[Candidate]], best: Candidate | None) -> Candidate | None:
-        """Return the fastest fitting candidate of ``ways``, or ``best`` if none is faster.
+        """Return the fitting candidate of ``ways`` that costs the fewest seconds, or ``best`` if none costs fewer.
 
         Each way yields candidates from the fastest on. Times are rounded to 9 digits: float sums depend on order, and
         ties must stay ties.
         """
+        least = math.inf if best is None else self._cost(best)
         for run in heapq.merge(*ways, key=lambda run: _digits(run.seconds)):
-            if best is not None and run.seconds >= _WORTH_A_TRACE * best.seconds:
+            if run.seconds >= least:
                 break
             if not self._fits(run):
                 self._rejected.append(run)
                 continue
-            whole = self._whole(run, math.inf if best is None else best.seconds)
-            if whole is not None and (best is None or whole.seconds < best.seconds):
-                best = whole
+            whole = self._whole(run, least)
+            if whole is not None and _digits(self._cost(whole)) < _digits(least):
+                best, least = whole, self._cost(whole)
         return best
 
     def _whole(self, run: Candidate, most_seconds: float) -> Candidate | None:
         """Trace ``run`` whole, first with its buffer filled; return the first that fits, None if none does.
 
-        If a filled run does not fit, the next buffer is smaller by what the whole trace found besides.
+        If a filled run does not fit, the next buffer is smaller by what the whole trace found besides. A run is not
+        traced if it would cost nearly ``most_seconds``.
         """
         besides = 0
         for tries in range(_TRIES + 1):
             candidate = self._filled(run, besides) if tries < _TRIES else run
+            if self.pricing.streams(run.settings) and self._cost(candidate) >= _WORTH_A_TRACE * most_seconds:
+                return None
             whole = self.pricing.confirm(candidate, most_seconds)
             if self._fits(whole):
                 return whole
@@ -205,11 +209,10 @@ class PlanSearch:
 
     def _filled(self, run: Candidate, besides: int) -> Candidate:
         """Return ``run`` with the largest buffer for streamed weights that a stated budget holds; ``run`` itself if it
-        is faster.
+        costs less.
 
-        Of equally fast runs, the one with the larger buffer copies less. One that reads less from disk may be a little
-        slower (:func:`.read_cost`). Sizes are multiples of 64 MiB, and the budget is asked for each: the plan is valid
-        for an interval of budgets.
+        A run that copies or reads less may be a little slower (:func:`.copy_cost`, :func:`.read_cost`). Sizes are
+        multiples of 64 MiB, and the budget is asked for each: the plan is valid for an interval of budgets.
 
         Args:
             run: fits by its sums.
@@ -255,9 +258,10 @@ class PlanSearch:
         return self.pricing.whole(base, self._options(base, [_choice(run, group) for group in self._groups]))
 
     def _cost(self, run: Candidate) -> float:
-        """Return the seconds of ``run``, and the cost of what it reads from disk."""
-        read = self._read_bytes(run)
-        return run.seconds + (read_cost(read, self.pricing.host.disk) if read else 0.0)
+        """Return the seconds of ``run``, and the cost of what it copies in its steps and reads from disk."""
+        read, bandwidth = self._read_bytes(run), self.request.rates.copy_bandwidth
+        cost = run.seconds + copy_cost(self.pricing.streamed_bytes(run), bandwidth)
+        return cost + (read_cost(read, self.pricing.host.disk) if read else 0.0)
 
     def _read_bytes(self, run: Candidate) -> int:
         """Return the bytes that ``run`` reads from disk, all steps together."""

@@ -27,7 +27,7 @@ from ..memory.threads import pause_models
 from ..models.anatomy import Anatomy
 from ..settings import Settings, acts, only, without
 from ..streaming.layout import lay_down, most_bytes
-from ..streaming.simulator import simulate
+from ..streaming.simulator import simulate, simulate_first
 from ..streaming.timing import ModuleSpan, StepTiming, schedule_units
 from ..tracing import MemoryTrace
 from ..tracing.fake_model import FakeModel
@@ -89,6 +89,7 @@ class Step:
         peak_bytes: peak of weights and activations together, if the ring follows the activations; 0 if it does not.
         disk_bytes: the part of ``streamed_bytes`` that is read from disk.
         disk_wait: the part of ``seconds`` that is spent waiting for the disk.
+        first_wait: the seconds that the first step takes longer, because it fetches the residents too.
     """
 
     seconds: float
@@ -99,6 +100,7 @@ class Step:
     peak_bytes: int
     disk_bytes: int = 0
     disk_wait: float = 0.0
+    first_wait: float = 0.0
 
     def added_bytes(self, activation_bytes: int) -> int:
         """Bytes that weights add to a peak of ``activation_bytes``."""
@@ -238,7 +240,7 @@ class StageCosts:
         return self._cached(_figures, stage.component, facts, count)
 
     def step(self, stage: Stage, settings: Settings, timing: StepTiming) -> Step:
-        """A denoising step with weights streamed as ``settings`` say; the engine's own schedule is no slower.
+        """A denoising step with weights streamed as ``settings`` say; the engine's own schedule costs no more.
 
         Args:
             stage: a stage that repeats.
@@ -278,6 +280,7 @@ class StageCosts:
                 peak_bytes=staying + max(together) if schedule.rooms else 0,
                 disk_bytes=timing.copies.disk_bytes(streamed),
                 disk_wait=max(0.0, seconds - simulate(units, schedule, all_held)),
+                first_wait=max(0.0, simulate_first(units, schedule, timing.copies) - seconds),
             )
 
         return self._cached(Step, stage.component, (chosen, timing), count)

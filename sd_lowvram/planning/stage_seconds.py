@@ -103,6 +103,8 @@ def stage_seconds(counts: Counts, rates: Rates, pace: Pace) -> tuple[float, floa
     seconds = counts.calls * (step.seconds if step else call)
     if counts.copies is not None:
         copied = counts.copies.seconds(counts.brought_bytes, counts.read_bytes, counts.disk_bytes)
+        if step:  # the first step fetches its residents while it computes; what must be read comes before
+            copied += step.first_wait - counts.copies.seconds(counts.brought_bytes)
         seconds += counts.times_brought * copied
     seconds += counts.compiling_seconds + 2 * counts.recorded_operators * rates.launch_seconds
     return seconds, step.seconds / call if step and call else 1.0

@@ -15,7 +15,7 @@ from ..errors import BudgetError
 from ..units import MIB
 from .policies import POLICIES
 from .schedule import Schedule, WeightGroup, align, follow_maps, lay_out
-from .simulator import CopyQueue, read_cost, simulate, step_cost
+from .simulator import CopyQueue, simulate, step_cost, transfer_cost
 
 _FINE = MIB // 4
 """Bytes in which the least for activations and weights is looked for."""
@@ -30,7 +30,7 @@ _NEAR = 1.001
 def best_schedule(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue, near: bool = False) -> Schedule:
     """Return the fastest schedule found whose residents and ring together stay within ``device_bytes``.
 
-    Of schedules that are nearly as fast, one that reads less from disk is preferred (:func:`step_cost`).
+    Of schedules that are nearly as fast, one that copies and reads less is preferred (:func:`step_cost`).
 
     Args:
         units: in the order of use.
@@ -39,7 +39,7 @@ def best_schedule(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQ
         near: leave out the search through all sets of few units; the schedule may be a little slower.
 
     Returns:
-        A schedule that is not slower than any of :data:`POLICIES`; equal arguments give an equal schedule.
+        A schedule that costs no more than any of :data:`POLICIES`; equal arguments give an equal schedule.
 
     Raises:
         BudgetError: the largest unit does not fit.
@@ -120,8 +120,8 @@ class _ScheduleSearch:
         simple = [policy(units, device_bytes) for policy in POLICIES.values()]
         self.best = min(simple, key=lambda schedule: step_cost(units, schedule, copies))
         self.cost = step_cost(units, self.best, copies)
-        least_read = copies.disk_bytes(sum(unit.bytes for unit in units) - device_bytes)
-        self.enough = _NEAR * (lower_bound(units, device_bytes, copies) + read_cost(least_read, copies.disk))
+        least = max(0, sum(unit.bytes for unit in units) - device_bytes)
+        self.enough = _NEAR * (lower_bound(units, device_bytes, copies) + transfer_cost(least, copies))
 
     def grid(self) -> None:
         """Try residents by size, and by size over the time in which they could be copied, with rings of many sizes."""

@@ -17,6 +17,9 @@ _STEPS = 60
 _READ_COST = 0.1
 """Seconds that are as bad as a second of reading from disk for which the GPU does not wait."""
 
+_COPY_COST = 0.1
+"""Seconds that are as bad as a second of copying to the GPU for which it does not wait."""
+
 
 @dataclass(frozen=True)
 class CopyQueue:
@@ -97,6 +100,26 @@ def simulate(units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue
     return _Engines(units, schedule, copies).step_seconds()
 
 
+def simulate_first(units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue) -> float:
+    """Return the seconds of the first step, which fetches the residents too, all from pinned memory, in their order.
+
+    Args:
+        units, schedule, copies: as for :func:`simulate`.
+    """
+    fetched = copies.fetch_seconds([units[fetch.unit].bytes for fetch in schedule.fetches])
+    if not copies.overlap:
+        return sum(unit.seconds + copies.seconds(unit.bytes) for unit in units)
+    streamed = {fetch.unit: (fetch.after, seconds) for fetch, seconds in zip(schedule.fetches, fetched, strict=True)}
+    ends: list[float] = []
+    clock = copier = 0.0
+    for number, unit in enumerate(units):
+        after, seconds = streamed.get(number, (number, copies.seconds(unit.bytes) if unit.bytes else 0.0))
+        copier = max(copier, ends[after] if after < number else 0.0) + seconds
+        clock = max(clock, copier if seconds else 0.0) + unit.seconds
+        ends.append(clock)
+    return clock
+
+
 def read_cost(size: int, disk: float) -> float:
     """Return the seconds that reading ``size`` bytes from disk counts as, in addition to its time.
 
@@ -109,10 +132,27 @@ def read_cost(size: int, disk: float) -> float:
     return _READ_COST * size / disk
 
 
+def copy_cost(size: int, bandwidth: float) -> float:
+    """Return the seconds that copying ``size`` bytes to the device counts as, in addition to its time.
+
+    The bus may be slower than assumed, and each fetch takes time of the host.
+
+    Args:
+        size: bytes.
+        bandwidth: bytes a second.
+    """
+    return _COPY_COST * size / bandwidth
+
+
 def step_cost(units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue) -> float:
-    """Return the seconds of a step, as :func:`simulate` does, and the cost of what it reads from disk."""
+    """Return the seconds of a step, as :func:`simulate` does, and the cost of what it copies and reads from disk."""
     streamed = sum(units[fetch.unit].bytes for fetch in schedule.fetches)
-    return simulate(units, schedule, copies) + read_cost(copies.disk_bytes(streamed), copies.disk)
+    return simulate(units, schedule, copies) + transfer_cost(streamed, copies)
+
+
+def transfer_cost(streamed: int, copies: CopyQueue) -> float:
+    """Return the cost of ``streamed`` bytes of a step, which are copied and in part read from disk."""
+    return copy_cost(streamed, copies.bandwidth) + read_cost(copies.disk_bytes(streamed), copies.disk)
 
 
 class _Engines:

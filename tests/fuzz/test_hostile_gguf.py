@@ -103,6 +103,12 @@ def test_an_array_is_no_longer_than_the_file(folder: Path, kind: int) -> None:
         read_gguf(folder / "b.gguf")
 
 
+def test_contents_end_within_the_file(folder: Path, whole: bytes) -> None:
+    (folder / "d.gguf").write_bytes(whole[:-24])  # "b", the last tensor, has 12 bytes and is padded to 32
+    with pytest.raises(CheckpointError, match=r"'b' is at byte \d+ to \d+ of \d+"):
+        read_gguf(folder / "d.gguf")
+
+
 def test_an_undamaged_header_is_read_as_the_package_reads_it(folder: Path, whole: bytes) -> None:
     (folder / "c.gguf").write_bytes(whole)
     known = {one.name: one for one in gguf.GGUFReader(folder / "c.gguf").tensors}

@@ -14,7 +14,7 @@ from sd_lowvram.errors import BudgetError
 from sd_lowvram.streaming.policies import POLICIES
 from sd_lowvram.streaming.schedule import ALIGNMENT, WeightGroup, align, follow_maps, lay_out
 from sd_lowvram.streaming.search import best_schedule, lower_bound, smallest_schedule
-from sd_lowvram.streaming.simulator import CopyQueue, simulate, step_cost
+from sd_lowvram.streaming.simulator import CopyQueue, simulate, simulate_first, step_cost
 
 K = ALIGNMENT
 
@@ -239,6 +239,30 @@ def test_a_step_is_as_long_as_its_compute_or_its_copies_at_least(units, share, c
     copied = sum(copies.fetch_seconds([one.bytes for one in units if one.bytes]))
     seconds = simulate(units, lay_out(units, (), budget(units, share)), copies)
     assert max(compute, copied) - 1e-6 <= seconds <= compute + copied + 1e-6
+
+
+@given(UNITS, st.floats(0, 1), COPIES)
+def test_a_first_step_is_as_long_as_all_copies_at_least(units, share, copies):
+    compute = sum(one.seconds for one in units)
+    in_time = dataclasses.replace(copies, pinned=None, latency=0.0)
+    copied = sum(one.bytes for one in units) / copies.bandwidth
+    first = simulate_first(units, best_schedule(units, budget(units, share), in_time), in_time)
+    assert max(compute, copied) - 1e-6 <= first <= compute + copied + 1e-6
+
+
+def test_a_first_step_computes_while_it_fetches_residents():
+    units = [unit(2)] * 4
+    everything = lay_out(units, {0, 1, 2, 3}, 0)
+    assert simulate_first(units, everything, CopyQueue(4 * K)) == pytest.approx(4.5)
+    assert simulate_first(units, everything, CopyQueue(4 * K, overlap=False)) == pytest.approx(6.0)
+    assert simulate_first(units, lay_out(units, {0, 1}, 2 * K), CopyQueue(4 * K)) == pytest.approx(5.0)
+
+
+def test_a_larger_buffer_copies_less_though_copies_are_hidden():
+    units = [unit(10)] * 20
+    found = [best_schedule(units, size * K, CopyQueue(100 * K), near=True) for size in (20, 80, 180)]
+    copied = [20 - len(schedule.resident) for schedule in found]
+    assert copied == sorted(copied, reverse=True) and copied[-1] <= 4
 
 
 def test_a_unit_that_does_not_fit_is_refused():
