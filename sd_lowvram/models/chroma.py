@@ -11,25 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from . import diffusers, dit, flux, support
-from .anatomy import Anatomy, has
+from . import dit, flux
+from .anatomy import Anatomy, has, having
 from .calls import Shape, StepInputs
 from .joint import JointBlock, Rows, join_positions
 
 _WORDS = 512
 
 
-def is_transformer(module: Any) -> bool:
-    """True for Chroma's transformer."""
-    return has(module, "x_embedder", "context_embedder", "distilled_guidance_layer", "single_transformer_blocks")
-
-
-SERVED: support.Served = {
-    "text_encoder": diffusers.is_of_type("t5"),
-    "transformer": is_transformer,
-    "vae": diffusers.is_autoencoder,
-}
-"""The parts of a pipeline, in the order in which a run uses them."""
+is_transformer = having("x_embedder", "context_embedder", "distilled_guidance_layer", "single_transformer_blocks")
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
@@ -70,8 +60,8 @@ def _mask(arguments: Mapping[str, Any], rows: Rows) -> Tensor | None:
 
 
 FAMILY = dit.family(
-    SERVED,
-    {"text_encoder": dit.Reading(_WORDS, masked=True)},
+    is_transformer,
+    {"text_encoder": dit.Reading("t5", _WORDS, masked=True)},
     step_inputs=step_inputs,
     channels=dit.packed_channels,
     anatomy_fields=_anatomy_fields,

@@ -26,12 +26,14 @@ class Reading(NamedTuple):
     """A pipeline's call of a text encoder.
 
     Attributes:
+        kind: the type in its configuration.
         tokens: length to which a prompt is padded, or its largest length.
         hidden: True if the outputs of all layers are stored.
         masked: True if it gets a mask of the padding.
         options: further arguments of the call.
     """
 
+    kind: str
     tokens: int
     hidden: bool = False
     masked: bool = False
@@ -39,7 +41,7 @@ class Reading(NamedTuple):
 
 
 def family(
-    served: support.Served,
+    transformer: Callable[[Any], bool],
     readings: Mapping[str, Reading],
     *,
     step_inputs: Callable[[Anatomy, Shape], StepInputs],
@@ -53,14 +55,16 @@ def family(
     """A family of pipelines that denoise with a transformer.
 
     Args:
-        served: the parts of a pipeline, in the order in which a run uses them; "transformer" identifies the family.
-        readings: of the text encoders, by name.
+        transformer: true for a transformer of the family.
+        readings: of the text encoders, by name, in the order in which a run uses them.
         channels: from the transformer's configuration to the channels of the latents.
         alone: the names of models that are served by themselves.
         unplanned: from a pipeline of such parts to the names of those that it runs in a way which is not planned.
         own: true if a pipeline without its transformer is of this family; asked if two have the same text encoders.
         more: fields of the family that are not as most have them.
     """
+    readers = {name: diffusers.is_of_type(how.kind) for name, how in readings.items()}
+    served: support.Served = {**readers, "transformer": transformer, "vae": diffusers.is_autoencoder}
     fields: dict[str, Any] = {
         "components_of": functools.partial(_components_of, served=served, alone=alone, unplanned=unplanned, own=own),
         "unchecked_components_of": functools.partial(diffusers.unchecked_components_of, served=served),
@@ -74,7 +78,7 @@ def family(
         "helper_stages": functools.partial(_text_stages, readings),
         "configs": functools.partial(_configs, channels),
         "anatomy_fields": anatomy_fields,
-        "is_attention": served["transformer"],
+        "is_attention": transformer,
         "upcasts": lambda transformer: True,
         "is_feed_forward": _is_feed_forward,
     }

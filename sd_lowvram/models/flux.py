@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import diffusers, dit, support
+from . import dit
 from .anatomy import Anatomy, has
 from .calls import Shape, StepInputs
 from .joint import JointBlock, join_positions
 
-_READINGS = {"text_encoder": dit.Reading(77), "text_encoder_2": dit.Reading(512)}
+_READINGS = {"text_encoder": dit.Reading("clip_text_model", 77), "text_encoder_2": dit.Reading("t5", 512)}
 """CLIP contributes its pooled output, T5 all tokens of the prompt."""
 
 
@@ -26,15 +26,6 @@ def is_transformer(module: Any) -> bool:
     """True for FLUX.1's transformer."""
     matches = has(module, "x_embedder", "context_embedder", "time_text_embed", "transformer_blocks", "proj_out")
     return matches and has(module, "single_transformer_blocks") and not hasattr(module, "distilled_guidance_layer")
-
-
-SERVED: support.Served = {
-    "text_encoder": diffusers.is_of_type("clip_text_model"),
-    "text_encoder_2": diffusers.is_of_type("t5"),
-    "transformer": is_transformer,
-    "vae": diffusers.is_autoencoder,
-}
-"""The parts of a pipeline, in the order in which a run uses them."""
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
@@ -76,7 +67,7 @@ def _joint_block(block: Any) -> JointBlock | None:
 
 
 FAMILY = dit.family(
-    SERVED,
+    is_transformer,
     _READINGS,
     step_inputs=step_inputs,
     channels=dit.packed_channels,

@@ -11,25 +11,15 @@ from typing import Any
 
 import torch
 
-from . import diffusers, dit, flux, support
-from .anatomy import Anatomy, has
+from . import dit, flux
+from .anatomy import Anatomy, has, having
 from .calls import Shape, StepInputs
 from .joint import JointBlock, join_positions
 
 _WORDS = 512
 
 
-def is_transformer(module: Any) -> bool:
-    """True for FLUX.2's transformer."""
-    return has(module, "x_embedder", "context_embedder", "time_guidance_embed", "double_stream_modulation_img")
-
-
-SERVED: support.Served = {
-    "text_encoder": diffusers.is_of_type("qwen3"),
-    "transformer": is_transformer,
-    "vae": diffusers.is_autoencoder,
-}
-"""The parts of a pipeline, in the order in which a run uses them."""
+is_transformer = having("x_embedder", "context_embedder", "time_guidance_embed", "double_stream_modulation_img")
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
@@ -66,8 +56,8 @@ def _joint_block(block: Any) -> JointBlock | None:
 
 
 FAMILY = dit.family(
-    SERVED,
-    {"text_encoder": dit.Reading(_WORDS, hidden=True, masked=True, options={"use_cache": False})},
+    is_transformer,
+    {"text_encoder": dit.Reading("qwen3", _WORDS, hidden=True, masked=True, options={"use_cache": False})},
     step_inputs=step_inputs,
     channels=dit.packed_channels,
     anatomy_fields=_anatomy_fields,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import diffusers, dit, support
+from . import dit
 from .anatomy import Anatomy, has, having
 from .calls import LatentsInCall, Shape, StepInputs
 from .joint import JointBlock, join_positions
@@ -22,12 +22,7 @@ _WORDS = 512
 _READ = _WORDS + 34
 """Tokens that its text encoder reads: the prompt, and what is put before it, which is cut off again."""
 
-SERVED: support.Served = {
-    "text_encoder": diffusers.is_of_type("qwen3_vl"),
-    "transformer": having("img_in", "txt_in", "text_fusion", "time_mod_proj", "final_layer", "transformer_blocks"),
-    "vae": diffusers.is_autoencoder,
-}
-"""The parts of a pipeline, in the order in which a run uses them."""
+is_transformer = having("img_in", "txt_in", "text_fusion", "time_mod_proj", "final_layer", "transformer_blocks")
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
@@ -73,8 +68,8 @@ def _joint_block(block: nn.Module) -> JointBlock | None:
 
 
 FAMILY = dit.family(
-    SERVED,
-    {"text_encoder": dit.Reading(_READ, hidden=True, masked=True)},
+    is_transformer,
+    {"text_encoder": dit.Reading("qwen3_vl", _READ, hidden=True, masked=True)},
     guides_above=0,
     step_inputs=step_inputs,
     channels=lambda config: int(config["in_channels"]) // 4,

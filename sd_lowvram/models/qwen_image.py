@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import diffusers, dit, support
+from . import dit
 from .anatomy import Anatomy, has
 from .calls import LatentsInCall, Shape, StepInputs
 from .joint import JointBlock, Rows, select_tokens
@@ -27,14 +27,6 @@ def is_transformer(module: Any) -> bool:
     """True for Qwen-Image's transformer."""
     matches = has(module, "img_in", "txt_in", "txt_norm", "time_text_embed", "transformer_blocks", "proj_out")
     return matches and hasattr(getattr(module, "pos_embed", None), "pos_freqs")  # ComfyUI has no such layer in its own
-
-
-SERVED: support.Served = {
-    "text_encoder": diffusers.is_of_type("qwen2_5_vl"),
-    "transformer": is_transformer,
-    "vae": diffusers.is_autoencoder,
-}
-"""The parts of a pipeline, in the order in which a run uses them."""
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
@@ -94,8 +86,8 @@ def _mask(arguments: Mapping[str, Any], rows: Rows) -> Tensor | None:
 
 
 FAMILY = dit.family(
-    SERVED,
-    {"text_encoder": dit.Reading(_READ, hidden=True, masked=True)},
+    is_transformer,
+    {"text_encoder": dit.Reading("qwen2_5_vl", _READ, hidden=True, masked=True)},
     step_inputs=step_inputs,
     channels=lambda config: int(config["in_channels"]) // 4,
     anatomy_fields=_anatomy_fields,

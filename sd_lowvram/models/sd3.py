@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import diffusers, dit, support
+from . import dit
 from .anatomy import Anatomy, has
 from .calls import Shape, StepInputs
 from .joint import JointBlock
@@ -19,9 +19,9 @@ _CLIP, _T5 = 77, 256
 """Tokens of a prompt, as each encoder reads them; what CLIP makes of it is put before what T5 makes."""
 
 _READINGS = {
-    "text_encoder": dit.Reading(_CLIP, hidden=True),
-    "text_encoder_2": dit.Reading(_CLIP, hidden=True),
-    "text_encoder_3": dit.Reading(_T5),
+    "text_encoder": dit.Reading("clip_text_model", _CLIP, hidden=True),
+    "text_encoder_2": dit.Reading("clip_text_model", _CLIP, hidden=True),
+    "text_encoder_3": dit.Reading("t5", _T5),
 }
 
 
@@ -29,16 +29,6 @@ def is_transformer(module: Any) -> bool:
     """True for SD3's transformer."""
     matches = has(module, "pos_embed", "context_embedder", "time_text_embed", "transformer_blocks", "proj_out")
     return matches and hasattr(module.pos_embed, "cropped_pos_embed")
-
-
-SERVED: support.Served = {
-    "text_encoder": diffusers.is_of_type("clip_text_model"),
-    "text_encoder_2": diffusers.is_of_type("clip_text_model"),
-    "text_encoder_3": diffusers.is_of_type("t5"),
-    "transformer": is_transformer,
-    "vae": diffusers.is_autoencoder,
-}
-"""The parts of a pipeline, in the order in which a run uses them."""
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
@@ -76,7 +66,7 @@ def _joint_block(block: Any) -> JointBlock | None:
 
 
 FAMILY = dit.family(
-    SERVED,
+    is_transformer,
     _READINGS,
     step_inputs=step_inputs,
     channels=lambda config: int(config["out_channels"]),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import diffusers, dit, support
+from . import dit
 from .anatomy import Anatomy, has
 from .calls import LatentsInCall, Shape, StepInputs
 from .joint import JointBlock, select_tokens
@@ -27,14 +27,6 @@ def is_transformer(module: Any) -> bool:
     """True for Z-Image's transformer."""
     matches = has(module, "all_x_embedder", "cap_embedder", "noise_refiner", "context_refiner", "layers")
     return matches and module.siglip_embedder is None
-
-
-SERVED: support.Served = {
-    "text_encoder": diffusers.is_of_type("qwen3"),
-    "transformer": is_transformer,
-    "vae": diffusers.is_autoencoder,
-}
-"""The parts of a pipeline, in the order in which a run uses them."""
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
@@ -80,8 +72,8 @@ def _joint_block(block: Any) -> JointBlock | None:
 
 
 FAMILY = dit.family(
-    SERVED,
-    {"text_encoder": dit.Reading(_TOKENS, hidden=True, masked=True)},
+    is_transformer,
+    {"text_encoder": dit.Reading("qwen3", _TOKENS, hidden=True, masked=True)},
     guides_above=0,
     step_inputs=step_inputs,
     channels=lambda config: int(config["in_channels"]),
