@@ -33,10 +33,6 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
     return dit.packed_inputs(anatomy, shape, _WORDS, added)
 
 
-def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
-    return {"passes": 1, "calls": 1 + dit.guides(target), "encodes": dit.starts_from_picture(target)}
-
-
 def _joint_block(block: Any) -> JointBlock | None:
     """Joint block; single blocks get text and picture as one sequence."""
     single = has(block, "norm", "proj_mlp", "act_mlp", "proj_out", "attn")
@@ -64,7 +60,6 @@ FAMILY = dit.family(
     {"text_encoder": dit.Reading("t5", _WORDS, masked=True)},
     step_inputs=step_inputs,
     channels=dit.packed_channels,
-    anatomy_fields=_anatomy_fields,
     latents_in_call=dit.packed_in_call,
     joint=_joint_block,
 )

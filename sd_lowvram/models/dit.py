@@ -46,7 +46,7 @@ def family(
     *,
     step_inputs: Callable[[Anatomy, Shape], StepInputs],
     channels: Callable[[Mapping[str, Any]], int],
-    anatomy_fields: Callable[[Any, Anatomy], dict[str, Any]],
+    guided: str = "calls",
     alone: tuple[str, ...] = ("transformer",),
     unplanned: Callable[[Any], tuple[str, ...]] = lambda target: (),
     own: Callable[[Any], bool] = lambda target: True,
@@ -58,6 +58,7 @@ def family(
         transformer: true for a transformer of the family.
         readings: of the text encoders, by name, in the order in which a run uses them.
         channels: from the transformer's configuration to the channels of the latents.
+        guided: what guidance adds to a step: "calls" of the transformer, or rows ("passes").
         alone: the names of models that are served by themselves.
         unplanned: from a pipeline of such parts to the names of those that it runs in a way which is not planned.
         own: true if a pipeline without its transformer is of this family; asked if two have the same text encoders.
@@ -77,7 +78,7 @@ def family(
         "encode": diffusers.encode,
         "helper_stages": functools.partial(_text_stages, readings),
         "configs": functools.partial(_configs, channels),
-        "anatomy_fields": anatomy_fields,
+        "anatomy_fields": functools.partial(_anatomy_fields, guided),
         "is_attention": transformer,
         "upcasts": lambda transformer: True,
         "is_feed_forward": _is_feed_forward,
@@ -139,6 +140,12 @@ def _configs(channels: Callable[[Mapping[str, Any]], int], components: Any) -> d
         return {}
     config = components["transformer"].config
     return {"transformer": {"sample_size": _NATIVE, **config, "out_channels": channels(config)}}
+
+
+def _anatomy_fields(guided: str, target: Any, anatomy: Anatomy) -> dict[str, Any]:
+    """Fields of the anatomy that describe runs of ``target``, a pipeline or a transformer."""
+    guides_by_itself = guides(target, anatomy.family.guidance_scale, anatomy.family.guides_above)
+    return {"passes": 1, "encodes": starts_from_picture(target), guided: 1 + guides_by_itself}
 
 
 def _is_feed_forward(module: nn.Module) -> bool:

@@ -48,10 +48,6 @@ def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return dit.packed_in_call(transformer, (), {**arguments, "img_ids": arguments.get("position_ids")})
 
 
-def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
-    return {"passes": 1, "calls": 1 + dit.guides(target, above=anatomy.family.guides_above)}
-
-
 def _joint_block(block: nn.Module) -> JointBlock | None:
     """Joint block; the text is joined to the picture."""
     if not has(block, "scale_shift_table", "norm1", "norm2", "attn", "ff"):
@@ -73,7 +69,6 @@ FAMILY = dit.family(
     guides_above=0,
     step_inputs=step_inputs,
     channels=lambda config: int(config["in_channels"]) // 4,
-    anatomy_fields=_anatomy_fields,
     latents_in_call=latents_in_call,
     is_feed_forward=having("gate", "up", "down"),
     joint=_joint_block,

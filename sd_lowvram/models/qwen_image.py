@@ -54,11 +54,6 @@ def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return LatentsInCall(latents, len(latents), 4 * latents.shape[1], lambda: (2 * first[1], 2 * first[2]))
 
 
-def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
-    calls = 1 + dit.guides(target, anatomy.family.guidance_scale)
-    return {"passes": 1, "calls": calls, "encodes": dit.starts_from_picture(target)}
-
-
 def _joint_block(block: Any) -> JointBlock | None:
     if not has(block, "img_mod", "txt_mod", "attn", "img_mlp", "txt_mlp"):
         return None
@@ -90,7 +85,6 @@ FAMILY = dit.family(
     {"text_encoder": dit.Reading("qwen2_5_vl", _READ, hidden=True, masked=True)},
     step_inputs=step_inputs,
     channels=lambda config: int(config["in_channels"]) // 4,
-    anatomy_fields=_anatomy_fields,
     alone=("transformer", "text_encoder"),
     unplanned=lambda target: ("text_encoder", "transformer") if "processor" in target.components else (),
     predict=predict,

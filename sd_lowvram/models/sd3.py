@@ -45,10 +45,6 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
     )
 
 
-def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
-    return {"passes": 1 + dit.guides(target), "encodes": dit.starts_from_picture(target)}
-
-
 def _joint_block(block: Any) -> JointBlock | None:
     """The second attention of SD3.5 medium sees the picture alone."""
     if not has(block, "norm1", "norm1_context", "attn", "attn2", "norm2", "ff"):
@@ -70,6 +66,6 @@ FAMILY = dit.family(
     _READINGS,
     step_inputs=step_inputs,
     channels=lambda config: int(config["out_channels"]),
-    anatomy_fields=_anatomy_fields,
+    guided="passes",
     joint=_joint_block,
 )

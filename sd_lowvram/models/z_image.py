@@ -58,11 +58,6 @@ def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return LatentsInCall(maps[0], len(maps), height * width, lambda: (int(height), int(width)))
 
 
-def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
-    guided = dit.guides(target, above=anatomy.family.guides_above)
-    return {"passes": 1 + guided, "encodes": dit.starts_from_picture(target)}
-
-
 def _joint_block(block: Any) -> JointBlock | None:
     if not has(block, "attention", "feed_forward", "attention_norm1", "ffn_norm1"):
         return None
@@ -77,7 +72,7 @@ FAMILY = dit.family(
     guides_above=0,
     step_inputs=step_inputs,
     channels=lambda config: int(config["in_channels"]),
-    anatomy_fields=_anatomy_fields,
+    guided="passes",
     alone=("transformer", "text_encoder"),
     predict=predict,
     joint=_joint_block,
