@@ -5,6 +5,7 @@ As FLUX.1 without CLIP; guidance is a second call, and the attention is masked b
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from . import dit, flux
-from .anatomy import Anatomy, has, having
+from .anatomy import Anatomy, having
 from .calls import Shape, StepInputs
-from .joint import JointBlock, Rows, join_positions
+from .joint import JointBlock, Rows
 
 _WORDS = 512
 
@@ -34,20 +35,12 @@ def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
 
 
 def _joint_block(block: Any) -> JointBlock | None:
-    """Joint block; single blocks get text and picture as one sequence."""
-    single = has(block, "norm", "proj_mlp", "act_mlp", "proj_out", "attn")
-    if not single and not flux.is_double(block):
+    """FLUX.1's blocks with a mask; single blocks get text and picture as one sequence."""
+    joint = flux.joint_block(block)
+    if joint is None:
         return None
-    return JointBlock(
-        picture="hidden_states",
-        text="" if single else "encoder_hidden_states",
-        cut={"image_rotary_emb": join_positions},
-        attentions=(block.attn,),
-        by_rows="FluxAttnProcessor",
-        masked_by="attention_mask",
-        mask=_mask,
-        besides=(block.proj_mlp,) if single else (),
-    )
+    text = "" if joint.besides else joint.text
+    return dataclasses.replace(joint, text=text, masked_by="attention_mask", mask=_mask)
 
 
 def _mask(arguments: Mapping[str, Any], rows: Rows) -> Tensor | None:

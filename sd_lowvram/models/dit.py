@@ -188,18 +188,25 @@ def picture_tokens(anatomy: Anatomy, shape: Shape) -> tuple[int, int]:
     return height // 2, width // 2
 
 
-def packed_inputs(anatomy: Anatomy, shape: Shape, words: int, added: dict[str, Any]) -> StepInputs:
+def packed_inputs(
+    anatomy: Anatomy,
+    shape: Shape,
+    words: int,
+    added: dict[str, Any],
+    widths: tuple[str, ...] = ("joint_attention_dim",),
+) -> StepInputs:
     """Inputs of a step with packed latents: (pictures, tokens, 4 C), followed by what the pipeline adds.
 
     Args:
         words: tokens of the prompt.
         added: further arguments of the transformer.
+        widths: names in its configuration of the sizes of a word.
     """
     config, empty = anatomy.config(anatomy.denoiser), empty_of(anatomy)
     rows, columns = picture_tokens(anatomy, shape)
     channels, tokens = 4 * latent_channels(anatomy), rows * columns
     extra_channels = int(config["in_channels"]) - channels
-    text = empty(shape.rows, words, int(config["joint_attention_dim"]))
+    text = empty(shape.rows, words, *(int(config[width]) for width in widths))
     return StepInputs(
         latents=empty(shape.batch, tokens, channels),
         timestep=torch.tensor(1.0),

@@ -52,7 +52,8 @@ def is_double(block: nn.Module) -> bool:
     return has(block, "norm1", "norm1_context", "attn", "norm2", "ff", "ff_context")
 
 
-def _joint_block(block: Any) -> JointBlock | None:
+def joint_block(block: Any) -> JointBlock | None:
+    """How a block is called with some of its tokens; None if it is of another kind."""
     single = has(block, "norm", "proj_mlp", "act_mlp", "proj_out", "attn")
     if not single and not is_double(block):
         return None
@@ -74,5 +75,5 @@ FAMILY = dit.family(
     anatomy_fields=_anatomy_fields,
     alone=("transformer", "text_encoder_2"),
     latents_in_call=dit.packed_in_call,
-    joint=_joint_block,
+    joint=joint_block,
 )

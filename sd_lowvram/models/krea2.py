@@ -16,7 +16,6 @@ from . import dit
 from .anatomy import Anatomy, has, having
 from .calls import LatentsInCall, Shape, StepInputs
 from .joint import JointBlock, join_positions
-from .latents import latent_channels
 
 _WORDS = 512
 _READ = _WORDS + 34
@@ -27,19 +26,11 @@ is_transformer = having("img_in", "txt_in", "text_fusion", "time_mod_proj", "fin
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
     """Inputs of a denoising step; the prompt is padded, and the padding is masked."""
-    config, rows, empty = anatomy.config(anatomy.denoiser), shape.rows, dit.empty_of(anatomy)
-    tokens = math.prod(dit.picture_tokens(anatomy, shape))
-    text = empty(rows, _WORDS, int(config["num_text_layers"]), int(config["text_hidden_dim"]))
-    return StepInputs(
-        latents=empty(shape.batch, tokens, 4 * latent_channels(anatomy)),
-        timestep=torch.tensor(1.0),
-        text=text,
-        added={
-            "position_ids": torch.empty(_WORDS + tokens, 3),
-            "encoder_attention_mask": torch.empty(rows, _WORDS, dtype=torch.bool),
-        },
-        held=(torch.empty_like(text),) * (anatomy.calls - 1),  # the text of the other call
-    )
+    added = {
+        "position_ids": torch.empty(_WORDS + math.prod(dit.picture_tokens(anatomy, shape)), 3),
+        "encoder_attention_mask": torch.empty(shape.rows, _WORDS, dtype=torch.bool),
+    }
+    return dit.packed_inputs(anatomy, shape, _WORDS, added, ("num_text_layers", "text_hidden_dim"))
 
 
 def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
