@@ -76,7 +76,8 @@ def rehearse(pipe: Any, /, **call: Any) -> Rehearsal:
     repeated = _step_models(full.counts, fewer.counts)
     steps_by_group = steps_of([row.component for row in full.calls], repeated.__contains__)
     models = copied.originals
-    largest = sorted(repeated or _called_denoisers(full), key=lambda name: -weight_bytes(models[name]))
+    in_order = [name for name in full.counts if name in repeated] or _called_denoisers(full)
+    largest = sorted(in_order, key=lambda name: -weight_bytes(models[name]))
     denoiser = next((name for name in largest if not name.startswith("controlnet")), "")
     return replace(full, steps=steps_by_group or (((denoiser,),) if denoiser else ()), denoiser=denoiser)
 
