@@ -78,8 +78,12 @@ def named_pipeline(name: str, dtype: torch.dtype) -> Any:
     """
     config = architecture(name)
     models = tuple(part for part, stated in config.items() if isinstance(stated, dict) and part not in NO_MODELS)
-    parts: dict[str, Any] = dict(build_components(config, type_for(config, dtype), "meta", models))
-    parts["scheduler"] = class_of(config["scheduler"]).from_config(config["scheduler"])
+    return with_words(config, build_components(config, type_for(config, dtype), "meta", models))
+
+
+def with_words(config: dict[str, Any], models: dict[str, nn.Module]) -> Any:
+    """Return a pipeline of these ``models``, with its scheduler, and with stand-ins for its tokenizers."""
+    parts: dict[str, Any] = {**models, "scheduler": class_of(config["scheduler"]).from_config(config["scheduler"])}
     taken = inspect.signature(pipeline_class(config["pipeline"]).__init__).parameters
     words = (part for part in taken if part.startswith(("tokenizer", "processor")))
     return _pipeline_of(config, parts | {part: stand_in(part) for part in words})

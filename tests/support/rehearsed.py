@@ -12,6 +12,8 @@ import todays
 import torch
 from torch import Tensor, nn
 
+from sd_lowvram.checkpoints.architectures import architecture, empty_model
+from sd_lowvram.checkpoints.meta_model import with_words
 from sd_lowvram.models.recorded import Given
 
 METHODS = ("forward", "encode", "decode", "generate", "get_image_features", "get_text_features")
@@ -88,12 +90,77 @@ def _of_today(make: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[Any
     return make, lambda pipe: {**todays.prompts(pipe), "width": todays.SIZE, "height": todays.SIZE}
 
 
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_TEXT = {**_HEADS, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
+_QWEN = _TEXT | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"}}
+_SEES = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+_QWEN_SEES = {**_SEES, "deepstack_visual_indexes": [0]}
+_PIXTRAL = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+_PIXTRAL |= {"head_dim": 8, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_MINISTRAL = {**_TEXT, "model_type": "ministral3", "num_hidden_layers": 3}
+_KL = {"block_out_channels": [32] * 4, "norm_num_groups": 8}
+_DIT = {"num_layers": 2, "num_attention_heads": 4}
+_IDEOGRAM = {**_DIT, "attention_head_dim": 16, "intermediate_size": 96, "adaln_dim": 32, "mrope_section": (4, 2, 2)}
+_IDEOGRAM |= {"llm_features_dim": 13 * 64}
+
+_NARROW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen-image-2.1": (
+        {
+            "text_encoder": {"text_config": {**_QWEN, "num_hidden_layers": 3}, "vision_config": _QWEN_SEES},
+            "transformer": {**_DIT, "attention_head_dim": 16, "context_in_dim": 64, "axes_dims_rope": (4, 6, 6)},
+            "vae": {"base_dim": 8, "decoder_base_dim": 8},
+        },
+        {},
+    ),
+    "ideogram4": (
+        {
+            "text_encoder": {"text_config": {**_QWEN, "num_hidden_layers": 36}, "vision_config": _QWEN_SEES},
+            "transformer": _IDEOGRAM,
+            "unconditional_transformer": _IDEOGRAM,
+            "vae": _KL,
+        },
+        {"max_sequence_length": 64},
+    ),
+    "ernie-image": (
+        {
+            "text_encoder": {"text_config": _MINISTRAL, "vision_config": _PIXTRAL},
+            "transformer": {
+                **_DIT,
+                "hidden_size": 64,
+                "ffn_hidden_size": 96,
+                "text_in_dim": 64,
+                "rope_axes_dim": (4, 6, 6),
+            },
+            "vae": _KL,
+        },
+        {},
+    ),
+}
+"""Pipelines by name: changes that make their models small, and of their call."""
+
+
+def _of_name(name: str) -> tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]:
+    changes, call = _NARROW[name]
+    config = {part: {**stated, **changes[part]} if part in changes else stated
+              for part, stated in architecture(name).items()}  # fmt: skip
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        pipe = with_words(config, {part: empty_model(config[part]).eval().requires_grad_(False) for part in changes})
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    size = {"width": 128, "height": 128}
+    return make, lambda pipe: {"prompt": "a red apple on a table", **size, **config.get("call", {}), **call}
+
+
 _FAMILIES = ("sd15", "sdxl", "img2img", "inpaint, 9 channels", "controlnet", "refiner")
 
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]] = {
     **{name: _of_families(name) for name in _FAMILIES},
     **{make.__name__: _of_today(make) for make in (todays.flux, todays.sd3, todays.z_image, todays.chroma)},
     **{make.__name__: _of_today(make) for make in (todays.klein, todays.krea2)},
+    **{name: _of_name(name) for name in _NARROW},
     "lumina2": (todays.lumina2, lambda pipe: {**lumina2_call(), "width": todays.SIZE, "height": todays.SIZE}),
 }
 """Pipelines, each with the call that it is rehearsed with, without steps."""
