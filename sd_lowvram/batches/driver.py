@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..commands.interrupts import heed_interrupts
-from ..commands.pictures import save_png
-from ..errors import LowVRAMError
+from ..errors import LowVRAMError, OutputError
+from ..files import write_whole
 from ..saved_latents.interval import Interval
 from .checks import inside
 from .crew import Crew, Lost
@@ -85,7 +86,7 @@ def work(
         stop_on_error: start no more jobs after one that failed finally; running ones are waited for.
 
     Raises:
-        OutputError: a picture cannot be saved (a full disk, say); its job stays waiting in the journal.
+        OutputError: a picture cannot be saved (a full disk, say); its job is not done in the journal.
         LowVRAMError: no worker is left.
     """
     queue = _Queue(entries)
@@ -106,7 +107,7 @@ def work(
             entry = running.pop(worker)
             if isinstance(outcome, Painted):
                 for name, picture in zip(entry.files, outcome.pictures, strict=True):
-                    save_png(picture.png, inside(folder, name))
+                    _save(picture.png, inside(folder, name))
                 journal.record_result(entry, outcome.pictures, outcome.seconds, outcome.notes)
                 remove(place_in(folder, entry.id, interval))
                 tell(JobEvent("done", entry, worker, outcome.seconds, "; ".join(outcome.notes)))
@@ -117,6 +118,20 @@ def work(
             if again:
                 queue.put_back(entry)
             stopped = stopped or (stop_on_error and not again)
+
+
+def _save(png: bytes, place: Path) -> None:
+    """Write a picture whole. Unlike ``generate``, save it nowhere else if that fails: the job runs again."""
+    try:
+        write_whole(png, place.resolve())
+    except OSError as error:
+        raise unwritable(place, error) from error
+
+
+def unwritable(place: Path, error: OSError) -> OutputError:
+    """Error for a file of the batch that could not be written."""
+    remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "make it writable"
+    return OutputError(f"{place} cannot be written ({(error.strerror or str(error)).lower()}): {remedy}")
 
 
 class _Chances:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..commands.inputs import Job
-from ..errors import BadInputError
+from ..errors import BadInputError, OutputError
 from .jobs import Task, comparable, stated_options
 from .marks import FinishedPicture, Found
 
@@ -84,7 +84,7 @@ class Journal:
         set_aside: path of the damaged journal; None if it was not damaged.
 
     Raises:
-        BadInputError: another process has the journal open, or it cannot be read.
+        BadInputError: another process has the journal open, or it cannot be read. OutputError: the disk is full.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -104,6 +104,8 @@ class Journal:
                 raise BadInputError(
                     f"another batch is at work in {folder}: wait for its end, or give another --out"
                 ) from error
+            if is_full(error):
+                raise OutputError(f"{self._path} cannot be written ({error}): free some space") from error
             raise BadInputError(
                 f"{self._path} cannot be used ({error}): move it away, or give another --out"
             ) from error
@@ -149,10 +151,12 @@ class Journal:
         self._rows.execute("BEGIN")
         try:
             yield
+            self._rows.execute("COMMIT")
         except BaseException:
-            self._rows.execute("ROLLBACK")
+            if self._rows.in_transaction:  # SQLite has rolled back by itself if the disk is full
+                with contextlib.suppress(sqlite3.Error):  # the next program that opens the journal rolls back
+                    self._rows.execute("ROLLBACK")
             raise
-        self._rows.execute("COMMIT")
 
     def take_up(self, tasks: Sequence[Task]) -> tuple[list[JournalEntry], JobChanges]:
         """Write down the jobs of this run; returns those that have no result yet, and what differs from the last run.
@@ -331,6 +335,11 @@ def finished_jobs(folder: Path) -> tuple[set[str], list[dict[str, Any]]]:
 def is_damaged(error: sqlite3.Error) -> bool:
     """True if SQLite reports a damaged file; it reports a full disk differently."""
     return type(error) is sqlite3.DatabaseError
+
+
+def is_full(error: sqlite3.Error) -> bool:
+    """True if SQLite could not write: the disk is full, or the file has the largest size that is allowed."""
+    return isinstance(error, sqlite3.OperationalError) and any(word in str(error) for word in ("is full", "disk I/O"))
 
 
 def _is_ours(path: Path) -> bool:

@@ -22,10 +22,10 @@ from ..units import format_time
 from .alike import pictures_by_line
 from .checks import check_files, check_names, check_place
 from .crew import Alone, Crew
-from .driver import work
+from .driver import unwritable, work
 from .jobs import Task, read_jobs
 from .journal import NAME as JOURNAL
-from .journal import JobChanges, Journal, finished_jobs, is_damaged
+from .journal import JobChanges, Journal, finished_jobs, is_damaged, is_full
 from .latents import tidy
 from .processes import Processes, places
 from .progress import Progress, show_progress
@@ -74,7 +74,7 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
         if not {task.key for task in tasks} <= done:
             raise
         return _report_end(Progress([], len(tasks)), JobChanges(), jobs, wanted)
-    with _report_damage(wanted.out), contextlib.closing(Journal(wanted.out)) as journal:
+    with _report_journal(wanted.out), contextlib.closing(Journal(wanted.out)) as journal:
         sweep(wanted.out)  # nobody else is at work here: the journal is this process's
         if journal.set_aside is not None:
             note(f"{wanted.out / JOURNAL} was damaged and lies in {journal.set_aside.name}: a new one is started")
@@ -93,22 +93,34 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
                         entries, crew, journal, wanted.out, tell_of, interval=wanted.interval, pictures=pictures,
                         retries=wanted.retries, stop_on_error=wanted.stop_on_error,
                     )  # fmt: skip
-        except KeyboardInterrupt:
-            note(f"{progress.state}; the same command continues from here")
+        except BaseException as error:
+            if isinstance(error, OutputError) or not isinstance(error, BadInputError):
+                note(f"{progress.state}; the same command continues from here")
+            with contextlib.suppress(OSError, sqlite3.Error):  # on a full disk: what ended the batch is reported
+                _leave(wanted, journal)
             raise
-        finally:
-            tidy(wanted.out)
-            write_sheet(wanted.out, wanted.jobs.stem, journal)
+        try:
+            _leave(wanted, journal)
+        except OSError as error:
+            raise unwritable(wanted.out / NAME, error) from error
         return _report_end(progress, changes, journal.summary(), wanted)
 
 
+def _leave(wanted: Wanted, journal: Journal) -> None:
+    """Leave the folder in order: the contact sheet, and no temporary files."""
+    tidy(wanted.out)
+    write_sheet(wanted.out, wanted.jobs.stem, journal)
+
+
 @contextlib.contextmanager
-def _report_damage(folder: Path) -> Iterator[None]:
-    """Turn damage of the journal during the batch into BadInputError; other errors of SQLite pass."""
+def _report_journal(folder: Path) -> Iterator[None]:
+    """Turn damage of the journal during the batch into BadInputError, and a full disk into OutputError."""
     try:
         yield
     except sqlite3.DatabaseError as error:
-        if not is_damaged(error):  # a full disk, for one
+        if is_full(error):
+            raise OutputError(f"{folder / JOURNAL} cannot be written ({error}): free some space") from error
+        if not is_damaged(error):
             raise
         raise BadInputError(f"{folder / JOURNAL} is damaged ({error}): the same command begins a new one") from error
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import io
 import json
 import os
 import re
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -304,20 +306,60 @@ def test_an_interrupt_leaves_the_job_to_the_next_run(here, quick):
 
 def test_a_picture_that_cannot_be_saved_ends_the_batch(here, quick, monkeypatch, tmp_path):
     Path("jobs.txt").write_text("a\nb\n")
-    from sd_lowvram.commands import pictures
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr("tempfile.tempdir", str(temporary))
+        patched.setattr(os, "fsync", fail_full)  # the contact sheet cannot be written either
+        done = here("jobs.txt", "--out", "out")
+    assert done.exit_code == 2 and quick == ["a"] and not list(temporary.iterdir())
+    assert re.search(r"0 of 2 done; the same command.*\n.*00000-\d+\.png .*no space left.*free some space", done.stderr)
+    assert here("jobs.txt", "--out", "out").exit_code == 0 and quick == ["a", "a", "b"]
 
-    write, full = pictures.write_whole, OSError(28, "No space left on device")
 
-    def no_room(data, path):
-        if path.suffix == ".png":
-            raise full
-        write(data, path)
+def fail_full(handle: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_after_the_last_picture(here, quick, monkeypatch):
+    Path("jobs.txt").write_text("a\n")
+    assert here("jobs.txt", "--out", "out").exit_code == 0
+    sheet = Path("out/index.html")
+    sheet.unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail_full)
+        done = here("jobs.txt", "--out", "out")
+    assert done.exit_code == 2 and re.search(r"index\.html .*no space left.*free some space", done.stderr)
+    assert here("jobs.txt", "--out", "out").exit_code == 0 and sheet.is_file() and quick == ["a"]
+
+
+def test_a_journal_on_a_full_disk(here, quick, monkeypatch):
+    """Wherever it grows, its start included."""
+    Path("jobs.txt").write_text("".join(f"a car {number}\n" for number in range(40)))
+    assert here("jobs.txt", "--out", "whole").exit_code == 0
+    size = os.path.getsize("whole/journal.sqlite") // 4096
+    for pages in (1, size - 4, size - 2, size - 1):
+        shutil.rmtree("out", ignore_errors=True)
+        quick.clear()
+        fill_journal(here, quick, monkeypatch, pages)
+
+
+def fill_journal(here, quick, monkeypatch, pages: int) -> None:
+    """Run a batch whose journal cannot have more pages, and continue it."""
+    connect = sqlite3.connect
+
+    def bounded(*args, **kwargs):
+        rows = connect(*args, **kwargs)
+        rows.execute(f"PRAGMA max_page_count = {pages}")
+        return rows
 
     with monkeypatch.context() as patched:
-        patched.setattr(pictures, "write_whole", no_room)
+        patched.setattr(sqlite3, "connect", bounded)
         done = here("jobs.txt", "--out", "out")
-    assert done.exit_code == 2 and "free some space" in done.stderr and quick == ["a"]
-    assert here("jobs.txt", "--out", "out").exit_code == 0 and quick == ["a", "a", "b"]
+    assert done.exit_code == 2, done.stderr
+    assert re.search(r"journal\.sqlite cannot be written \(.*full\): free some space", done.stderr)
+    assert here("jobs.txt", "--out", "out").exit_code == 0
+    assert len(list(Path("out").glob("*.png"))) == 40 <= len(quick) <= 41
 
 
 def test_nobody_reads_what_it_prints(here, quick, monkeypatch):
