@@ -7,17 +7,21 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import Counter
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as ready
 from typing import Any
 
 from ..commands.inputs import Job
+from ..commands.streams import note
 from ..errors import BadInputError, LowVRAMError
 from .crew import Lost, Outcome
 from .latents import JobLatents
 from .painter import Painter
 
 _READY = "ready"
+_MOST_STARTS = 3
+"""Starts of a worker, one after the other, that may fail before the others continue without it."""
 
 
 class Processes:
@@ -31,6 +35,7 @@ class Processes:
         self._context = multiprocessing.get_context("spawn")
         self._places = places
         self._workers: dict[str, _Worker] = {}
+        self._failed: Counter[str] = Counter()
         for name in places:
             self._start(name)
 
@@ -86,10 +91,20 @@ class Processes:
         worker.process.join()
         code = worker.process.exitcode or 0
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-        if not worker.ready:  # it would do so again
-            if not self._workers:
-                raise LowVRAMError(f"the worker {name} ended {how} while it started: sd-lowvram doctor may show why")
-            return []
+        if not worker.ready:
+            self._failed[name] += 1
+            if self._failed[name] == _MOST_STARTS:
+                if not self._workers:
+                    raise LowVRAMError(
+                        f"the worker {name} ended {how} while it started: sd-lowvram doctor may show why"
+                    )
+                note(
+                    f"the worker {name} ended {how} while it started, {_MOST_STARTS} times: the batch continues without it"
+                )
+                return []
+            note(f"the worker {name} ended {how} while it started, and is started again")
+        else:
+            self._failed[name] = 0
         self._start(name)
         return [(name, Lost(f"its worker {name} ended {how}"))] if worker.busy else []
 
