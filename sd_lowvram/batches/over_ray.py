@@ -11,6 +11,7 @@ import dataclasses
 import io
 import os
 import secrets
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -37,6 +38,10 @@ _STORE = 128 * MIB
 """Object store of a cluster of our own: only finished pictures pass through it."""
 
 _CHUNK = 64 * MIB
+_GONE = "the Ray cluster has gone ({})"
+_LOOK = 5
+"""Seconds without an answer after which the head of a cluster of our own is checked."""
+
 _PATIENCE = 30
 """Seconds without any worker after which a message is printed."""
 
@@ -144,6 +149,7 @@ class Actors:
         self._stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         self._ray = _import_ray(self._own)
         self._connect(where, wanted or 1)
+        self._head = self._own_head() if self._own else None
         cards, machines = self._cluster()
         self._size = wanted or cards or machines
         self._needs = {"num_gpus": 1} if cards else {"num_cpus": 1}
@@ -166,28 +172,36 @@ class Actors:
         return [name for name in self._actors if name in self._ready and name not in self._given]
 
     def give(self, worker: str, job: Job, place: JobLatents, pictures: int) -> None:
+        with _report_loss():
+            self._give(worker, job, place, pictures)
+
+    def _give(self, worker: str, job: Job, place: JobLatents, pictures: int) -> None:
         self._given[worker] = job, place, pictures
         sizes = {} if self._own else self._files_of(job)
         sent = {path: parts for path, parts in self._sent.items() if path in sizes}
         self._pending[self._actors[worker].attempt.remote(job, place, pictures, sizes, sent)] = worker
 
     def wait(self) -> list[tuple[str, Outcome]]:
-        try:
-            answered, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_PATIENCE)
-        except Exception as error:
-            raise LowVRAMError(f"the Ray cluster has gone ({error}): the same command continues from here") from error
-        outcomes: list[tuple[str, Outcome]] = []
-        for reference in answered:
-            outcomes += self._answer(reference, self._pending.pop(reference))
+        with _report_loss():
+            if self._head is not None:  # Ray itself ends this program a minute after its cluster's head has gone
+                socket.create_connection(self._head, timeout=_PATIENCE).close()
+            try:
+                answered, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_LOOK)
+            except Exception as error:
+                raise LowVRAMError(_GONE.format(error)) from error
+            outcomes: list[tuple[str, Outcome]] = []
+            for reference in answered:
+                outcomes += self._answer(reference, self._pending.pop(reference))
         self._tell_if_alone()
         return outcomes
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # of workers that have gone
-            self._ray.get([self._actors[name].leave.remote() for name in self.idle()], timeout=_PATIENCE)
-        for actor in self._actors.values():
-            with contextlib.suppress(Exception):  # of a cluster that has gone
-                self._ray.kill(actor)
+        if self._ray.is_initialized():  # Ray starts a cluster here for a call after the connection has gone
+            with contextlib.suppress(Exception):  # of workers that have gone
+                self._ray.get([self._actors[name].leave.remote() for name in self.idle()], timeout=_PATIENCE)
+            for actor in self._actors.values():
+                with contextlib.suppress(Exception):  # of a cluster that has gone
+                    self._ray.kill(actor)
         self._ray.shutdown()
         self._stack.close()
 
@@ -208,6 +222,11 @@ class Actors:
             raise BadInputError(
                 f"--on {where}: no cluster answers there ({reason}); for one with a token, set RAY_AUTH_TOKEN"
             ) from error
+
+    def _own_head(self) -> tuple[str, int]:
+        """Address of the head of the cluster that this program started."""
+        host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
+        return host, int(port)
 
     def _cluster(self) -> tuple[int, int]:
         """Graphics cards and machines of the cluster."""
@@ -247,14 +266,14 @@ class Actors:
             return []
         if isinstance(answer, Lacks):
             self._send(answer.path)
-            self.give(name, *job)
+            self._give(name, *job)
             return []
         return [(name, answer)]
 
     def _remove_actor(self, name: str, why: str) -> list[tuple[str, Outcome]]:
         del self._actors[name]
         if not self._actors:
-            raise LowVRAMError(f"no worker of the Ray cluster could be started: {' '.join(why.split())[:300]}")
+            raise LowVRAMError(f"no worker of the Ray cluster is left: {' '.join(why.split())[:300]}")
         return []
 
     def _files_of(self, job: Job) -> Sizes:
@@ -283,6 +302,15 @@ class Actors:
             self._alone_since = None
 
 
+@contextlib.contextmanager
+def _report_loss() -> Iterator[None]:
+    """Turn the loss of the connection to the cluster within the block into LowVRAMError."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError) as error:
+        raise LowVRAMError(_GONE.format(error)) from error
+
+
 def _chunks(file: Path) -> Iterator[bytes]:
     with open(file, "rb") as reading:
         while part := reading.read(_CHUNK):
@@ -296,7 +324,7 @@ def _check_version(name: str, version: str) -> None:
 
 def _import_ray(own: bool) -> Any:
     """Import Ray with usage reports off and authentication on."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
     if own:  # at 127.0.0.1, and even there to nobody else: whoever can speak to a cluster can run any program on it
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

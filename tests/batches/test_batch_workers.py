@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -51,7 +52,11 @@ def workers_of(process: subprocess.Popen, where: str) -> list[psutil.Process]:
     """The processes that paint, of a batch that runs."""
     found = psutil.Process(process.pid).children(recursive=True)
     mark = "ray::PainterActor" if where == "ray" else "spawn_main"
-    return [one for one in found if one.is_running() and mark in " ".join(one.cmdline())]
+    lines = {}
+    for one in found:
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            lines[one] = " ".join(one.cmdline())
+    return [one for one, line in lines.items() if mark in line]
 
 
 @pytest.mark.slow(35)
@@ -162,6 +167,60 @@ def test_one_process_a_card(monkeypatch):
     assert len(processes.places(None)) == 1
 
 
+def test_a_worker_that_ends_while_it_starts_is_started_again_but_not_forever(monkeypatch, capsys):
+    from sd_lowvram.errors import LowVRAMError
+
+    crew, begun = processes.Processes({}), []
+    ended = SimpleNamespace(process=SimpleNamespace(join=lambda: None, exitcode=-9), ready=False, busy=False)
+
+    def start(name):
+        begun.append(name)
+        crew._workers[name] = ended
+
+    monkeypatch.setattr(crew, "_start", start)
+    crew._workers = {"one": ended, "two": ended}
+    for _ in range(3):
+        assert crew._restart_worker("one") == []
+    assert begun == ["one", "one"] and list(crew._workers) == ["two"]
+    assert re.search(
+        r"one .*SIGKILL .*again\n.*again\n.*one .*3 times: the batch continues without it", capsys.readouterr().err
+    )
+    for _ in range(2):
+        crew._restart_worker("two")
+    with pytest.raises(LowVRAMError, match=r"two .*SIGKILL .*doctor"):
+        crew._restart_worker("two")
+
+
+class Gone:
+    """A cluster to which the connection is lost: each call but the question for it fails, or starts another one."""
+
+    def is_initialized(self):
+        return False
+
+    def shutdown(self):
+        pass
+
+    def __getattr__(self, name):
+        raise ConnectionError("Client is shutting down.")
+
+
+def test_a_cluster_that_has_gone_ends_the_batch_and_is_not_called_again():
+    from sd_lowvram.errors import LowVRAMError
+
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        place = nobody.getsockname()
+    crew = object.__new__(over_ray.Actors)
+    crew._ray, crew._stack, crew._own, crew._sizes, crew._sent = Gone(), contextlib.ExitStack(), True, {}, {}
+    crew._actors, crew._given, crew._pending, crew._ready = {"one": Gone()}, {}, {object(): "one"}, {"one"}
+    for head in (place, None):
+        crew._head = head
+        with pytest.raises(LowVRAMError, match="the Ray cluster has gone"):
+            crew.wait()
+    with pytest.raises(LowVRAMError, match="the Ray cluster has gone"):
+        crew.give("one", Job("a"), JobLatents("latents"), 1)
+    crew.close()
+
+
 def test_workers_share_the_memory_that_nobody_states(monkeypatch):
     """On a CPU, whose memory is the device's too; a budget that is stated is each one's own."""
     import torch
@@ -216,8 +275,14 @@ def test_without_ray_it_says_what_to_install(monkeypatch, tmp_path):
     from sd_lowvram.cli import app
 
     monkeypatch.chdir(tmp_path)
-    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
-        monkeypatch.setenv(name, "")
+    for name in (
+        "USAGE_STATS_ENABLED",
+        "AUTH_MODE",
+        "AUTH_TOKEN",
+        "ENABLE_WINDOWS_OR_OSX_CLUSTER",
+        "ENABLE_AUTO_CONNECT",
+    ):
+        monkeypatch.setenv(f"RAY_{name}", "")
     monkeypatch.setitem(sys.modules, "ray", None)
     Path("jobs.txt").write_text("an apple\n")
     done = CliRunner().invoke(app, ["batch", "jobs.txt", "--out", "out", "--on", "ray"])
