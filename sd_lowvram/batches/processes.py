@@ -98,9 +98,7 @@ class Processes:
                     raise LowVRAMError(
                         f"the worker {name} ended {how} while it started: sd-lowvram doctor may show why"
                     )
-                note(
-                    f"the worker {name} ended {how} while it started, {_MOST_STARTS} times: the batch continues without it"
-                )
+                note(f"the worker {name} ended {how} while it started, {_MOST_STARTS} times: it is left out")
                 return []
             note(f"the worker {name} ended {how} while it started, and is started again")
         else:

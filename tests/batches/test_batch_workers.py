@@ -182,9 +182,7 @@ def test_a_worker_that_ends_while_it_starts_is_started_again_but_not_forever(mon
     for _ in range(3):
         assert crew._restart_worker("one") == []
     assert begun == ["one", "one"] and list(crew._workers) == ["two"]
-    assert re.search(
-        r"one .*SIGKILL .*again\n.*again\n.*one .*3 times: the batch continues without it", capsys.readouterr().err
-    )
+    assert re.search(r"one .*SIGKILL .*again\n.*again\n.*one .*3 times: it is left out", capsys.readouterr().err)
     for _ in range(2):
         crew._restart_worker("two")
     with pytest.raises(LowVRAMError, match=r"two .*SIGKILL .*doctor"):
