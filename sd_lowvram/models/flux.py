@@ -53,7 +53,7 @@ def is_double(block: nn.Module) -> bool:
 
 
 def joint_block(block: Any) -> JointBlock | None:
-    """How a block is called with some of its tokens; None if it is of another kind."""
+    """Return the way to call a block with some of its tokens; None if it is of another kind."""
     single = has(block, "norm", "proj_mlp", "act_mlp", "proj_out", "attn")
     if not single and not is_double(block):
         return None
