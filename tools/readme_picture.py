@@ -71,7 +71,7 @@ def draw_run(axes: Any) -> None:
     axes.plot(places[out], card, marker="X", markersize=9, color=MEASURED, zorder=3)
     axes.annotate("runs out of memory here", (places[out], card), xytext=(-8, 6), ha="right", **_SAID, color=MEASURED)
     plan, places, heights = course(Settings(), BUDGET_BYTES)
-    _curve(axes, places, heights, f"sd-lowvram: {max(heights):.1f} GiB, {plan.predicted.seconds:.0f} s", WEIGHTS)
+    _curve(axes, places, heights, f"sd-lowvram: {max(heights):.1f} GiB, {plan.predicted.seconds:.0f} s", WEIGHTS, -15)
     for name, height, colour in (
         (f"{rates.title}, {card:g} GiB", card, TEXT),
         (f"budget {budget:g} GiB", budget, BUDGET),
@@ -81,11 +81,11 @@ def draw_run(axes: Any) -> None:
     _label_run(axes, places[-1])
 
 
-def _curve(axes: Any, places: list[float], heights: list[float], told: str, colour: str) -> None:
+def _curve(axes: Any, places: list[float], heights: list[float], told: str, colour: str, above: int = 5) -> None:
     axes.fill_between(places, heights, step="post", color=colour, alpha=0.18, linewidth=0)
     axes.plot(places, heights, drawstyle="steps-post", color=colour, linewidth=1.4)
     first = max(heights[: len(heights) // 3])
-    axes.annotate(told, (0.1, first), xytext=(2, 5), **_SAID, color=colour)
+    axes.annotate(told, (0.1, first), xytext=(2, above), **_SAID, color=colour)
 
 
 def _label_run(axes: Any, right: float) -> None:
