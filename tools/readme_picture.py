@@ -81,11 +81,11 @@ def draw_run(axes: Any) -> None:
     _label_run(axes, places[-1])
 
 
-def _curve(axes: Any, places: list[float], heights: list[float], told: str, colour: str, above: int = 5) -> None:
+def _curve(axes: Any, places: list[float], heights: list[float], label: str, colour: str, above: int = 5) -> None:
     axes.fill_between(places, heights, step="post", color=colour, alpha=0.18, linewidth=0)
     axes.plot(places, heights, drawstyle="steps-post", color=colour, linewidth=1.4)
     first = max(heights[: len(heights) // 3])
-    axes.annotate(told, (0.1, first), xytext=(2, above), **_SAID, color=colour)
+    axes.annotate(label, (0.1, first), xytext=(2, above), **_SAID, color=colour)
 
 
 def _label_run(axes: Any, right: float) -> None:

@@ -125,7 +125,7 @@ class Load:
         return subprocess.Popen(self._arguments, cwd=self.folder, env=environment, **streams)
 
     def _refuse_one(self, *both: subprocess.Popen) -> subprocess.Popen:
-        """Of two that began at once, the one that has the folder."""
+        """Return the one that has the folder, of two that began at once."""
         while all(process.poll() is None for process in both):
             time.sleep(0.05)
         refused = next(process for process in both if process.poll() is not None)
@@ -183,7 +183,7 @@ class Load:
 
 
 def row_of(load: Load, out: str, undisturbed: dict[str, str]) -> dict[str, int]:
-    """What was lost, doubled, changed or left over, and how often the jobs began."""
+    """Count what was lost, doubled, changed or left over, and how often the jobs began."""
     folder = load.folder / "out"
     summary, made = json.loads(out)["jobs"], results(out)
     files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}

@@ -156,9 +156,9 @@ def test_a_pipeline_is_planned_by_its_name(name: str, here: Callable[..., Any]) 
     size = () if name in FILMS else ("--width", 1024, "--height", 1024)
     planned = here("plan", "--model", name, "--gpu", "rtx3060", "--ram", "64GB", "--steps", 4, "--json", *size)
     assert planned.exit_code == 0, planned.output
-    told = json.loads(planned.stdout)
-    assert told["fits"] and told["stages"][-1]["component"] == "vae"
-    assert all(stage["activation_bytes"] > 0 and not stage["at_first_call"] for stage in told["stages"])
+    plan = json.loads(planned.stdout)
+    assert plan["fits"] and plan["stages"][-1]["component"] == "vae"
+    assert all(stage["activation_bytes"] > 0 and not stage["at_first_call"] for stage in plan["stages"])
 
 
 def test_a_named_pipeline_is_planned_for_one_size(here: Callable[..., Any]) -> None:
