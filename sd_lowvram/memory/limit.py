@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -263,6 +264,23 @@ def _is_within(addresses: Sequence[int], start: int, size: int) -> bool:
     return place < len(addresses) and addresses[place] < start + size
 
 
+_repeats: ContextVar[bool] = ContextVar("repeats", default=False)
+"""True while a call is repeated."""
+
+
+@contextlib.contextmanager
+def call_repeated() -> Iterator[None]:
+    """Begin no new run within the block, in which a leaner plan repeats a call that ran out of memory.
+
+    Tensors that the run has made so far, such as the maps of a ControlNet, are no unplanned ones.
+    """
+    before = _repeats.set(True)
+    try:
+        yield
+    finally:
+        _repeats.reset(before)
+
+
 _PLACES = {"text": 0, "encode": 0, "control": 1, "denoise": 1, "decode": 2}
 """Stages in the order in which a run comes to them."""
 
@@ -324,7 +342,8 @@ class Bound:
         self._card.plans.add(self)
         allocated, called = self._beside_buffers(), (component, entry)
         levels = self._left, self._allocated.get(called, self._left)
-        if not self._running and self._begins(place, min(abs(allocated - level) for level in levels)):
+        begins = self._begins(place, min(abs(allocated - level) for level in levels))
+        if begins and not self._running and not _repeats.get():
             self._allocated.clear()
             leaves = tree_flatten(inputs)[0]
             self._card.measure_unplanned(leaf for leaf in leaves if isinstance(leaf, Tensor))

@@ -6,6 +6,7 @@ that find those of the step before; where the allocator ran short in a step, tho
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
         return
     last = _stepping.pop(device, None)
     if steps_of is not None:
+        _refresh_locals()
         retries = int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
         known = last if last is not None and last.run() is steps_of else None
         short = known is not None and (known.short or retries > known.retries)
@@ -59,6 +61,19 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
         # In the middle of a segment they would leave less than 10 MiB on either side.
         with libraries_noted(device):
             take_matrix_workspaces(device)
+
+
+def _refresh_locals() -> None:
+    """Let the pipeline that runs hold only the tensors that its variables hold now.
+
+    For ``callback_on_step_end`` a pipeline calls ``locals()``. Until Python 3.13 the interpreter keeps what that
+    returned, with the maps of a ControlNet, until the variables are read again.
+    """
+    frame = sys._getframe(1) if sys.version_info < (3, 13) else None
+    while frame is not None:
+        if "callback_on_step_end" in frame.f_code.co_varnames:
+            _ = frame.f_locals
+        frame = frame.f_back
 
 
 def release_segments(device: torch.device) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from ..compat.private import free_pinned
 from ..devices.info import free_vram
 from ..errors import BudgetError, host_ran_out, ran_out
+from ..memory.limit import call_repeated
 from ..memory.pinned_buffers import PINNED_BUFFERS
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
@@ -94,7 +95,8 @@ def _call_with_fallback(
     finally:
         _calls.under_way = False
     go_leaner(short)  # outside of `except`, which would hold the frames that failed and their tensors
-    return getattr(component, entry)(*args, **kwargs)
+    with call_repeated():
+        return getattr(component, entry)(*args, **kwargs)
 
 
 def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:

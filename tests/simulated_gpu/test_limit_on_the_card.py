@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,47 @@ def test_maps_of_a_controlnet_begin_no_run(gpu: Any, monkeypatch: pytest.MonkeyP
     finally:
         bound.close()
         torch.cuda.empty_cache()
+
+
+def test_a_step_with_a_callback_has_freed_the_maps_of_the_step_before(gpu: Any, planned: dict[str, Any]) -> None:
+    """Until Python 3.13 the interpreter keeps what ``locals()`` returned, which pipelines call for callbacks."""
+    pipe, given = families.controlled(1), families.IMAGE
+    made: list[list[weakref.ref[torch.Tensor]]] = []
+    alive: list[list[int]] = []
+
+    def note(_module: Any, _args: Any, maps: tuple[list[torch.Tensor], torch.Tensor]) -> None:
+        made.append([weakref.ref(one) for one in maps[0]])
+
+    def count(*_: Any) -> None:
+        alive.append([sum(one() is not None for one in step) for step in made])
+
+    sd_lowvram.optimize(pipe, **planned, settings=Settings(offload="component"))
+    made.clear()
+    pipe.controlnet.register_forward_hook(note)
+    pipe.unet.conv_in.register_forward_hook(count)
+    tiny.run(pipe, size=families.SIZE, steps=3, **given, callback_on_step_end=lambda pipe, step, time, values: values)
+    sd_lowvram.restore(pipe)
+    maps = len(made[0])
+    assert alive == [[maps], [0, maps], [0, 0, maps]]
+
+
+def test_a_repeated_call_counts_no_tensors_of_its_run_as_unplanned(
+    gpu: Any, pipe: Any, planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    measure = limit._Card.measure_unplanned
+    monkeypatch.setattr(limit._Card, "measure_unplanned", lambda *given: counted.append(1) or measure(*given))
+    steps: list[int] = []
+
+    def fail_once(*_: Any) -> None:
+        steps.append(1)
+        if len(steps) == 2:
+            raise torch.OutOfMemoryError("once")
+
+    sd_lowvram.optimize(pipe, **planned, settings=Settings(cuda_graphs=False))
+    with logged("ran out"), pipe.unet.conv_in.register_forward_pre_hook(fail_once):
+        tiny.run(pipe, size=SIZE, steps=3)
+    assert len(attachments(pipe)[0].plan.fallback_steps) == 1 and len(counted) == 1
 
 
 def test_a_model_alone(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
