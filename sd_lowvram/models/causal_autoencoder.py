@@ -125,6 +125,11 @@ def sees_pictures(vae: Any) -> bool:
     return not sees_frames(vae) and has(vae, "encoder", "decoder", "quant_conv", "post_quant_conv", "dim_mult")
 
 
+def takes_one_frame(vae: Any) -> bool:
+    """True if such an autoencoder of diffusers refuses further frames, as Qwen-Image 2.1's."""
+    return isinstance(layer(vae.decoder.conv_in), nn.Conv2d)
+
+
 def is_hosted(vae: Any) -> bool:
     """True if such an autoencoder is ComfyUI's or Forge Neo's: it decodes all frames unchanged and encodes to means."""
     return has(vae, "conv1", "conv2")
@@ -297,7 +302,7 @@ def _residual(block: Any) -> CausalResidual:
 def _resample(sampler: Any) -> Enlarge | Reduce:
     resize, conv = sampler.resample
     time = sampler.time_conv if sampler.mode.endswith("3d") else None
-    if layer(conv).kernel_size != (3, 3) or (time is not None and layer(time).kernel_size != (3, 1, 1)):
+    if layer(conv).kernel_size != (3, 3) or (time is not None and layer(time).kernel_size not in ((3, 1, 1), (1, 1))):
         raise ValueError("a convolution of another kind")
     if sampler.mode.startswith("upsample") and resize.scale_factor == (2.0, 2.0):
         return Enlarge(resize, conv, time)
@@ -308,15 +313,16 @@ def _resample(sampler: Any) -> Enlarge | Reduce:
 
 def _3x3x3(conv: Any) -> nn.Module:
     inner = layer(conv)
-    padded = (inner._padding, inner.padding) in _PADDED
-    if not padded or (inner.kernel_size, inner.stride) != ((3, 3, 3), (1, 1, 1)):
+    square = (3,) * len(inner.kernel_size), (1,) * len(inner.stride)
+    if (inner._padding, inner.padding) not in _PADDED or (inner.kernel_size, inner.stride) != square:
         raise ValueError(f"a convolution of another kind: {conv}")
     module: nn.Module = conv
     return module
 
 
-_PADDED = (((1, 1, 1, 1, 2, 0), (0, 0, 0)), (2, (0, 1, 1)))
-"""Paddings: all sides before the convolution's own call, or the sides of a frame within it (ComfyUI from 0.33 on)."""
+_PADDED = (((1, 1, 1, 1, 2, 0), (0, 0, 0)), (2, (0, 1, 1)), ((1, 1, 1, 1), (0, 0)))
+"""Paddings: all sides before the convolution's own call, or the sides of a frame within it (ComfyUI from 0.33 on); all
+sides of a picture before it (Qwen-Image 2.1)."""
 
 
 def _pixel_norm(norm: Any) -> nn.Module:

@@ -186,10 +186,14 @@ class _Convolution:
 
 def _convolve(conv: nn.Module, rows: Tensor, before: Tensor | None, edges: tuple[bool, bool], height: int) -> Tensor:
     """``conv`` of rows, of which the first and the last are only looked at, but padded at the map's ``edges``."""
-    if isinstance(layer(conv), nn.Conv2d):  # pads all sides in its own call
-        image = call_like_whole(conv, (*rows.shape[:2], height, rows.shape[4]), rows.squeeze(2))
-        return image[:, :, 0 if edges[0] else 1 : image.shape[2] - (0 if edges[1] else 1)].unsqueeze(2)
     inside = any(layer(conv).padding)  # in its own call it pads what is around a frame, of one alone nothing else
+    if isinstance(layer(conv), nn.Conv2d):
+        border = 0 if inside else 2
+        image = call_like_whole(
+            conv, (*rows.shape[:2], height + border, rows.shape[4] + border), rows.squeeze(2) if inside else rows
+        )
+        image = image.unsqueeze(2) if inside else image
+        return image[:, :, :, 0 if edges[0] else 1 : image.shape[_ROWS] - (0 if edges[1] else 1)]
     whole = (*rows.shape[:2], rows.shape[2] + (0 if inside and before is None else 2), height + (0 if inside else 2))
     exact = is_float32_on_cpu(rows) and unfolds(whole, (3, 3, 3))
     alone = before is None and rows.shape[2] == 1 and not exact

@@ -37,6 +37,7 @@ from ...models.causal_autoencoder import (
     hosted_patch,
     is_hosted,
     sees_pictures,
+    takes_one_frame,
 )
 from ...patches import Patch
 from ...settings import Settings
@@ -73,7 +74,7 @@ def causal_patches(vae: Any, settings: Settings) -> Iterator[Patch]:
 
 
 def _decode(vae: Any, original: Callable[..., Any], z: Tensor, return_dict: bool = True) -> Any:
-    if needs_graph(vae, z):
+    if needs_graph(vae, z) or (z.shape[2] > 1 and takes_one_frame(vae)):
         return original(z, return_dict=return_dict)
     from diffusers.models.autoencoders.vae import DecoderOutput
 
@@ -82,7 +83,7 @@ def _decode(vae: Any, original: Callable[..., Any], z: Tensor, return_dict: bool
 
 
 def _encode(vae: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
-    if needs_graph(vae, x):
+    if needs_graph(vae, x) or (x.shape[2] > 1 and takes_one_frame(vae)):
         return original(x)
     frames = 1 + (x.shape[2] - 1) // FRAMES * FRAMES
     moments: Tensor = vae.quant_conv(vae.encoder(_pack(x[:, :, :frames], _patch(vae))))
