@@ -64,7 +64,7 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
 
 
 def _refresh_locals() -> None:
-    """Let the pipeline that runs hold only the tensors that its variables hold now.
+    """Make the pipeline that runs hold only the tensors that its variables hold now.
 
     For ``callback_on_step_end`` a pipeline calls ``locals()``. Until Python 3.13 the interpreter keeps what that
     returned, with the maps of a ControlNet, until the variables are read again.
