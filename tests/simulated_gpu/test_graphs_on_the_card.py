@@ -86,6 +86,24 @@ def test_replayed_steps_allocate_nothing_on_the_card(gpu: Any, pipe: Any) -> Non
     sd_lowvram.restore(pipe)
 
 
+def test_recordings_are_freed_before_the_autoencoder_is_widened(gpu: Any, pipe: Any) -> None:
+    """As SDXL's pipelines widen it, between the last step and the decode."""
+
+    def recorded_bytes() -> int:
+        segments = torch.cuda.memory_snapshot()
+        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
+
+    for part in (pipe.unet, pipe.vae, pipe.text_encoder):
+        part.half()
+    sd_lowvram.optimize(pipe, vram="8GB", settings=GRAPHS, **SIZE)
+    pipe("a", num_inference_steps=STEPS, width=64, height=64, output_type="latent")
+    assert recorded_bytes()
+    pipe.vae.to(torch.float32)
+    assert not recorded_bytes()
+    pipe.vae.to(torch.float16)
+    sd_lowvram.restore(pipe)
+
+
 def test_a_pass_under_autocast_is_another_one(gpu: Any, pipe: Any) -> None:
     given = torch.zeros(1, 4, 8, 8, device=GPU), torch.tensor(5, device=GPU), torch.ones(1, 7, 32, device=GPU)
     with torch.inference_mode(), torch.autocast("cuda", torch.float16):
