@@ -49,8 +49,8 @@ def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> I
         around = recordings.called if name == anatomy.denoiser else recordings.elsewhere
         for entry in anatomy.entries[name]:
             yield wrap(component, entry, around, "cuda_graphs", "" if name == anatomy.denoiser else "giving up")
-    if anatomy.autoencoder in anatomy.components:  # SDXL's pipelines widen it before a decode, outside of its entries
-        yield wrap(anatomy.components[anatomy.autoencoder], "to", recordings.elsewhere, "cuda_graphs", "giving up")
+    if anatomy.vae is not None:  # SDXL's pipelines widen it before a decode, outside of its entries
+        yield wrap(anatomy.vae, "to", recordings.elsewhere, "cuda_graphs", "giving up")
 
 
 def offers(target: Target) -> Iterator[Offer]:
