@@ -98,7 +98,10 @@ def list_offers(target: Target) -> list[Offer]:
             if home and home not in asked and hasattr(home, "offers"):
                 offers += home.offers(target)
             asked.add(home)
-    return offers if target.anatomy.family.known else [offer for offer in offers if _is_about_weights(offer)]
+    if target.anatomy.family.known:
+        return offers
+    rehearsed = target.anatomy.rehearsal is not None
+    return [offer for offer in offers if _is_about_weights(offer) or (rehearsed and _is_about_layers(offer))]
 
 
 def checked(settings: Settings, anatomy: Anatomy, device: torch.device) -> Settings:
@@ -140,6 +143,11 @@ def skipped_layers(anatomy: Anatomy, settings: Settings, steps: int) -> tuple[fr
 def _is_about_weights(offer: Offer) -> bool:
     """True if the offer places weights, or is about an autoencoder: the only offers for an unknown model."""
     return offer.kind is OfferKind.WEIGHTS or (bool(offer.stages) and {"encode", "decode"}.issuperset(offer.stages))
+
+
+def _is_about_layers(offer: Offer) -> bool:
+    """True if the offer is about feed-forward layers, which are found in models of unknown families too."""
+    return "feed_forward_chunks" in offer.knobs
 
 
 def _home(name: str | Hook) -> Any:

@@ -76,13 +76,29 @@ def dissect_rehearsed(target: Any, record: Rehearsal) -> Anatomy:
     """
     with contextlib.suppress(UnsupportedModelError):
         if (anatomy := dissect(target)) is not None:
-            return dataclasses.replace(anatomy, rehearsal=record)
+            return add_rehearsal(anatomy, record)
     order = [row.component for row in record.calls]
     parts = unknown.components_of(target)
     last = {name: number for number, name in enumerate(order)}
     parts = {name: parts[name] for name in sorted(parts, key=lambda name: last.get(name, -1))}
     family = dataclasses.replace(unknown.family_of(target), denoiser=record.denoiser)
-    return dataclasses.replace(anatomy_of_components(family, parts), rehearsal=record)
+    return add_rehearsal(anatomy_of_components(family, parts), record)
+
+
+def add_rehearsal(anatomy: Anatomy, record: Rehearsal | None) -> Anatomy:
+    """Return ``anatomy`` with the calls that its target makes; of an unknown family, with the feed-forward layers of
+    all models that denoise.
+
+    Args:
+        anatomy: of the target, or of one of its components.
+        record: the calls; None if they were not rehearsed.
+    """
+    if record is None or anatomy.family.known:
+        return dataclasses.replace(anatomy, rehearsal=record)
+    others = {name for group in record.steps for name in group} & anatomy.components.keys() - {anatomy.denoiser}
+    more = (sites(name, anatomy.components[name], anatomy.family.is_feed_forward) for name in sorted(others))
+    found = sum(more, anatomy.feed_forwards)
+    return dataclasses.replace(anatomy, rehearsal=record, feed_forwards=found)
 
 
 def anatomy_of_components(family: Family | str, components: dict[str, nn.Module]) -> Anatomy:

@@ -18,7 +18,7 @@ from ..compat.private import FakeTensorMode
 from ..hooks.numbers.channels_last import has_sites
 from ..memory.accounts import unmark_host
 from ..memory.threads import pause_models
-from ..models import anatomy_of_components
+from ..models import add_rehearsal, anatomy_of_components
 from ..models.anatomy import HOST, Anatomy
 from ..session import Attachment
 from ..settings import Settings
@@ -46,8 +46,9 @@ def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     copied = anatomy_of_components(anatomy.family, copies)
     for path, processor in anatomy.processors.items():
         copied.components[copied.denoiser or ""].get_submodule(path).processor = processor
-    called = ("computes", "passes", "calls", "joined", "encodes", "rehearsal")
-    return dataclasses.replace(copied, **{name: getattr(anatomy, name) for name in called})
+    called = ("computes", "passes", "calls", "joined", "encodes")
+    copied = dataclasses.replace(copied, **{name: getattr(anatomy, name) for name in called})
+    return add_rehearsal(copied, anatomy.rehearsal)
 
 
 def fingerprint(component: nn.Module, host: Mapping[str, Any] | None = None) -> str:
@@ -159,7 +160,7 @@ class FakeModel:
     def _part(self, name: str) -> Anatomy:
         if name not in self._parts:
             part = anatomy_of_components(self.anatomy.family, {name: self.anatomy.components[name]})
-            self._parts[name] = dataclasses.replace(part, rehearsal=self.anatomy.rehearsal)
+            self._parts[name] = add_rehearsal(part, self.anatomy.rehearsal)
         return self._parts[name]
 
     def layers(self, components: Mapping[str, nn.Module], settings: Settings) -> list[Layer]:

@@ -134,6 +134,33 @@ def test_a_pipeline_of_diffusers_without_a_family_is_planned_by_its_call() -> No
     assert now.predicted.peak_bytes > plan.predicted.peak_bytes
 
 
+def test_feed_forward_layers_of_all_denoisers_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the norm of a wide text, whose copies in float32 are larger than any map."""
+    monkeypatch.setattr("sd_lowvram.models.unknown._WIDE", 512)
+    make, call_of = rehearsed.KINDS["ideogram4"]
+    pipe = make()
+    call = {**call_of(pipe), "width": 512, "height": 512, "num_inference_steps": 2, "output_type": "pt"}
+
+    def made() -> Tensor:
+        return torch.as_tensor(pipe(**call, generator=torch.Generator().manual_seed(3)).images)
+
+    expected = made()
+    asked = {"vram": "4GB", "device": "cpu", "call": call}
+    whole = sd_lowvram.plan(pipe, **asked)
+    plan = sd_lowvram.optimize(pipe, **asked, settings=sd_lowvram.Settings(feed_forward_chunks=4))
+    denoisers = ("transformer", "unconditional_transformer")
+    layers = sum(len(getattr(pipe, name).layers) + 1 for name in denoisers)
+    assert sd_lowvram.session.attachments(pipe)[-1].sites["feed_forward"] == layers == 6
+    for name in denoisers:
+        less, more = (next(s.activation_bytes for s in p.stages if s.component == name) for p in (plan, whole))
+        assert less < more
+    with sd_lowvram.measured(pipe) as run:
+        assert (made() - expected).abs().max() <= 1e-5
+    assert within(plan, run)
+    sd_lowvram.restore(pipe)
+    assert torch.equal(made(), expected)
+
+
 SHORT = ("img2img",)
 """Kinds of ``make test``; ``make test-all`` has all."""
 
