@@ -136,9 +136,15 @@ def is_tiled_elsewhere(model: Any) -> bool:
 def attention_elsewhere(model: Any) -> list[tuple[Any, Any]]:
     """Attention modules of the denoiser with the forwards that another extension has put on them, like NegPiP.
 
-    Such a forward may need the rows of prompt and negative prompt in one call."""
+    Such a forward may need the rows of prompt and negative prompt in one call. AUTOMATIC1111's Hypertile leaves its
+    own on a model once it was on: switched off, they do nothing."""
     sites = () if is_blueprint(model) else anatomy_of(plannable_anatomy(model)).attentions
-    return [(site.module, site.module.forward) for site in sites if is_foreign(site.module, "forward")]
+    modules = (site.module for site in sites if getattr(vars(site.module).get(_HYPERTILE), "enabled", True))
+    return [(module, module.forward) for module in modules if is_foreign(module, "forward")]
+
+
+_HYPERTILE = "__webui_hypertile_params"
+"""Attribute of modules on which AUTOMATIC1111 has put a Hypertile, on or off."""
 
 
 def passes(model: Any, scale: float, prompts: Sequence[str] = (), image_scale: float | None = None) -> int:

@@ -1047,9 +1047,11 @@ def test_where_tiled_vae_is_on_ours_decodes_and_says_so(host: Any, capsys: Any, 
     assert told in capsys.readouterr().out and set(p.told) == {f"sd-lowvram: {told}"}
 
 
-@pytest.mark.parametrize("attends", [False, True])
-def test_prompt_and_negative_prompt_stay_together_where_another_extension_attends(host: Any, attends: bool) -> None:
-    """It looks for both in one call, as NegPiP does."""
+@pytest.mark.parametrize(("attends", "tiles"), [(False, None), (True, None), (False, False), (True, True)])
+def test_prompt_and_negative_prompt_stay_together_where_another_extension_attends(
+    host: Any, attends: bool, tiles: bool | None
+) -> None:
+    """It looks for both in one call, as NegPiP does. A Hypertile that was left behind, switched off, does not."""
     run = importlib.import_module("webui_ext.run")
     attention = host.sd_model.model.diffusion_model.middle_block[1].transformer_blocks[0].attn2
     script, rows, plans = importlib.import_module("webui_ext.script").LowVRAMScript(), [], []
@@ -1058,13 +1060,16 @@ def test_prompt_and_negative_prompt_stay_together_where_another_extension_attend
         def process(self, p: Any) -> None:
             forward = attention.forward
             attention.forward = lambda x, *args, **kwargs: (rows.append(len(x)), forward(x, *args, **kwargs))[1]
+            if tiles is not None:
+                setattr(attention, "__webui_hypertile_params", SimpleNamespace(enabled=tiles))
 
         def postprocess(self, p: Any, processed: Any) -> None:
             vars(attention).pop("forward", None)
+            vars(attention).pop("__webui_hypertile_params", None)
 
     asked = {"enabled": True, "vram": "4GB", "preset": "smallest", "guidance_in_turn": "on"}
     p = drawing(host, script, script_args=(asked,))
-    p.scripts = Scripts(script, *([Attends()] if attends else []))
+    p.scripts = Scripts(script, *([Attends()] if attends or tiles is not None else []))
 
     def sample() -> None:
         script.process_before_every_sampling(p, x=torch.zeros(1, 4, 8, 8))
@@ -1076,7 +1081,7 @@ def test_prompt_and_negative_prompt_stay_together_where_another_extension_attend
     p.sample, host.cmd_opts = sample, SimpleNamespace()
     sys.modules["modules.processing"].process_images(p)  # type: ignore[attr-defined]
     assert not p.scripts.failed and bool(plans[-1].settings.guidance_in_turn) != attends
-    assert rows == ([2] if attends else [])
+    assert rows == ([2] if attends else [] if tiles is None else [1, 1])
 
 
 def test_a_picture_of_a_grid_over_the_budget_says_why_in_its_place(
