@@ -2,7 +2,8 @@
 
 As diffusers, ComfyUI and Forge Neo have them. They see frames (N, C, frames, H, W). Every normalisation is of single
 pixels, every convolution looks at neighbours and at the two frames before, and only the attention in the middle sees a
-whole frame. Forge Neo has one of Qwen-Image for pictures alone too, whose convolutions look at neighbours only.
+whole frame. Qwen-Image 2.1's, and one of Forge Neo's, are for pictures alone: their convolutions look at neighbours
+only.
 
 As in :mod:`.autoencoder`, steps hold the host's own layers, which are called and never unpacked.
 """

@@ -135,7 +135,7 @@ def test_a_pipeline_of_diffusers_without_a_family_is_planned_by_its_call() -> No
 
 
 def test_feed_forward_layers_of_all_denoisers_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the norm of a wide text, whose copies in float32 are larger than any map."""
+    """So does the norm of a wide text, whose copies in float32 are larger than any map."""
     monkeypatch.setattr("sd_lowvram.models.unknown._WIDE", 512)
     make, call_of = rehearsed.KINDS["ideogram4"]
     pipe = make()

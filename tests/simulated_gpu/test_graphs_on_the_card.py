@@ -87,7 +87,7 @@ def test_replayed_steps_allocate_nothing_on_the_card(gpu: Any, pipe: Any) -> Non
 
 
 def test_recordings_are_freed_before_the_autoencoder_is_widened(gpu: Any, pipe: Any) -> None:
-    """As SDXL's pipelines widen it, between the last step and the decode."""
+    """SDXL's pipelines widen it between the last step and the decode."""
 
     def recorded_bytes() -> int:
         segments = torch.cuda.memory_snapshot()
