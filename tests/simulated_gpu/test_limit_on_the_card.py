@@ -314,6 +314,19 @@ def test_two_pipelines_hold_no_more_than_both_budgets(
     assert fraction() == 1.0
 
 
+@pytest.mark.parametrize("stated", [True, False], ids=["stated", "empty"])
+def test_what_another_process_holds_is_left_to_it(gpu: Any, pipe: Any, planned: dict[str, Any], stated: bool) -> None:
+    left = unplanned()
+    others = BUDGET  # of a second process with a plan of its own
+    with gpu.card.of_size(others + left + BUDGET, CONTEXT + others):
+        plan = sd_lowvram.optimize(pipe, **planned if stated else {**planned, "vram": None})
+        assert plan.request.vram - left <= BUDGET
+        torch.cuda.reset_peak_memory_stats()
+        tiny.run(pipe, size=SIZE)
+    assert not attachments(pipe)[0].plan.fallback_steps
+    assert torch.cuda.max_memory_reserved() - left <= BUDGET - CONTEXT
+
+
 def test_cuda_malloc_async_is_named(
     gpu: Any, pipe: Any, planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
