@@ -25,9 +25,11 @@ from ..compat.private import (
 )
 from ..memory.fake_mode import active_fake_mode
 from ..memory.storage_refs import Deaths
+from ..memory.threads import Redirected
 from ..models.support import reads_values
 from ..weight_parts import is_wrapper
 from .fake_tensors import fake_of
+from .uncompiled import CAN_REST
 
 _INDEX = torch.ops.aten.index.Tensor
 _MOST = 1 << 16
@@ -55,8 +57,11 @@ def call_with_values(values: list[Tensor | None], original: Callable[..., Any], 
     for tensor, value in zip(tensors, copies, strict=True):
         if value is not None:
             known.note(tensor, value)
-    with known:
+    with _tolist.to(known.list_of), known:
         return original(*args, **kwargs)
+
+
+_tolist = Redirected(FakeTensor, "tolist")
 
 
 class _Values(TorchDispatchMode):
@@ -70,6 +75,11 @@ class _Values(TorchDispatchMode):
         self._mode = mode
         self._values: dict[int, Tensor] = {}
         self._deaths = Deaths(lambda key: self._values.pop(key, None))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return True if torch must keep its compiler off each operator: the trace around does it where it can."""
+        return not CAN_REST
 
     def note(self, fake: Tensor, real: Tensor) -> None:
         """Record that ``fake`` has the values of ``real``, a small tensor of the same strides."""
@@ -92,11 +102,17 @@ class _Values(TorchDispatchMode):
         beyond = tensor.numel() and (last + 1) * tensor.element_size() > whole.untyped_storage().nbytes()
         return None if beyond else whole.as_strided(*place)
 
+    def list_of(self, fake: FakeTensor) -> Any:
+        """``fake.tolist()``, of known values at once: torch runs two operators for each element."""
+        with without_modes():
+            known = self.known_values(fake)
+        return fake.tolist() if known is None else known.tolist()
+
     supports_higher_order_operators = True  # read by torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        leaves = _tensors((*args, *kwargs.values()))
         real = self._computable(func, args, leaves)
         if real is None:
             return func(*self._unknown_arguments(func, args, leaves), **kwargs)
@@ -135,6 +151,9 @@ class _Values(TorchDispatchMode):
 
     def _all_known(self, leaves: Sequence[Tensor]) -> dict[int, Tensor] | None:
         """Values of all tensors by id; None if those of one are unknown."""
+        self._deaths.look()
+        if any(isinstance(leaf, FakeTensor) and storage_key(leaf) not in self._values for leaf in leaves):
+            return None  # as for most operators: leaving the modes takes longer
         with without_modes():
             values = {id(leaf): self.known_values(leaf) for leaf in leaves}
         known = {key: value for key, value in values.items() if value is not None}
@@ -158,6 +177,17 @@ class _Values(TorchDispatchMode):
             return leaf
         with without_modes():
             return fake_of(leaf, self._mode)
+
+
+def _tensors(args: Iterable[Any]) -> list[Tensor]:
+    """Tensors among the arguments of an operator, which takes them one by one or in lists."""
+    tensors: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            tensors.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            tensors += [leaf for leaf in arg if isinstance(leaf, Tensor)]
+    return tensors
 
 
 def _is_fake(leaves: list[Tensor]) -> bool:
