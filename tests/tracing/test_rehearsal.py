@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 import sd_lowvram
+from sd_lowvram.compat.private import FakeTensor, FakeTensorMode
 from sd_lowvram.memory import measured_peak
+from sd_lowvram.tracing import values
 from sd_lowvram.tracing.rehearsal import rehearse
 
 STEPS = 3
@@ -208,3 +210,27 @@ def test_a_large_result_is_held_as_long_as_the_pipeline_holds_it() -> None:
     record = rehearse(type("Long", (TwoExperts,), {"__call__": call})(16), prompt="a")
     reads, denoises = record.rows
     assert reads.output_bytes == 4 * 32 << 19 <= reads.after_bytes and denoises.held_bytes < 1 << 20
+
+
+def test_lists_of_known_values_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, operators, dispatch = FakeTensor.tolist, list[Any](), values._Values.__torch_dispatch__
+
+    def count(mode: Any, func: Any, *args: Any) -> Any:
+        operators.append(func)
+        return dispatch(mode, func, *args)
+
+    def read(known: Tensor, unknown: Tensor) -> list[Any]:
+        lists = [known.tolist(), known.view(50, 2)[1].tolist(), (known + 1).tolist()]
+        assert len(operators) < 20
+        known.add_(unknown)
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            known.tolist()
+        return lists
+
+    monkeypatch.setattr(values._Values, "__torch_dispatch__", count)
+    numbers = torch.arange(100)
+    with FakeTensorMode():
+        fakes = torch.empty(100, dtype=torch.long), torch.empty(100, dtype=torch.long)
+        lists = values.call_with_values([numbers, None], read, *fakes)
+    assert lists == [numbers.tolist(), [2, 3], (numbers + 1).tolist()]
+    assert FakeTensor.tolist is before
