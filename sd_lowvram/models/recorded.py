@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,6 +147,32 @@ def given_bytes(tree: Any) -> int:
 _SIZED = (Tensor, Given)
 
 
+def larger_tensors(given: Any, planned: Any, name: str = "") -> Iterator[tuple[str, int, int]]:
+    """Yield each tensor of ``given`` that has more bytes than the one in its place in ``planned``: name, both bytes.
+
+    Args:
+        given: arguments of a call; those of a few numbers, such as times, are left out.
+        planned: those of a recorded call.
+        name: of ``given``.
+    """
+    if isinstance(given, _SIZED):
+        size, most = given_bytes(given), given_bytes(planned) if isinstance(planned, _SIZED) else 0
+        if size > max(most, _SMALL):
+            yield name, size, most
+    elif isinstance(given, dict):
+        named = planned if isinstance(planned, dict) else {}
+        for key, value in given.items():
+            yield from larger_tensors(value, named.get(key), str(key))
+    elif isinstance(given, (list, tuple)):
+        places = planned[: len(given)] if isinstance(planned, (list, tuple)) else ()
+        for value, place in itertools.zip_longest(given, places):
+            yield from larger_tensors(value, place, name)
+
+
+_SMALL = 64
+"""Bytes of the largest tensor that is left out when calls are compared: the time of up to eight rows."""
+
+
 def row_of(
     component: str, path: str, method: str, dtype: torch.dtype | None, args: Any, kwargs: Any, reads: bool = False
 ) -> Row:
@@ -191,8 +217,8 @@ class Rehearsal:
         """Number of calls of each of ``rows`` on average, at least 1; 0 if it is unknown."""
         if self.why:
             return 0
-        numbers = [self.rows.index(row) for row in rows]
-        return max(1, round(sum(self.order.count(number) for number in numbers) / max(1, len(numbers))))
+        alike = list(rows)
+        return max(1, round(sum(row in alike for row in self.calls) / max(1, len(alike))))
 
     @property
     def size(self) -> tuple[int, int] | None:
@@ -205,10 +231,11 @@ class Rehearsal:
         return component in self.waiting and stage != "encode"
 
     def add_larger(self, larger: Row) -> Rehearsal:
-        """Return a record that has ``larger`` too, a call that came with more than any of its model's rows.
+        """Return a record that has ``larger`` too, a call with a larger tensor than each of its model's rows.
 
         Args:
-            larger: the call; what is held next to it grows as its arguments do.
+            larger: the call; what is held next to it grows as its arguments do. It replaces the rows that are nowhere
+                larger, and counts as one call more if there are none.
         """
         alike = [row for row in self.rows if (row.component, row.path, row.method) == larger.key[:3]]
         if not alike:
@@ -225,8 +252,11 @@ class Rehearsal:
             output_bytes=math.ceil(least.output_bytes * growth),
             after_bytes=math.ceil(least.after_bytes * growth),
         )
-        number = self.rows.index(least)
-        return replace(self, rows=(*self.rows[:number], larger, *self.rows[number + 1 :]))
+        most = larger.args, larger.kwargs
+        covered = [row for row in alike if not any(larger_tensors((row.args, row.kwargs), most))]
+        if not covered:
+            return replace(self, rows=(*self.rows, larger), order=(*self.order, len(self.rows)))
+        return replace(self, rows=tuple(larger if row in covered else row for row in self.rows))
 
 
 def steps_of(order: list[str], repeated: Callable[[str], bool]) -> tuple[tuple[str, ...], ...]:

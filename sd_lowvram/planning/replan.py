@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from ..memory.accounts import tracing
 from ..models.anatomy import Anatomy
 from ..models.calls import LatentsInCall, map_in_call
 from ..models.causal_autoencoder import FRAMES
-from ..models.recorded import Rehearsal, given_bytes, row_of
+from ..models.recorded import Rehearsal, Row, larger_tensors, row_of
 from ..patches import Patch, wrap
 from ..units import format_size
 from .first_calls import add_first_call, row_of_call
@@ -55,7 +57,9 @@ def watch_sizes(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[
 
 
 def watch_calls(anatomy: Anatomy, request: Request, replan: Callable[[Rehearsal], None]) -> Iterator[Patch]:
-    """Yield patches that call ``replan(record)`` before a call with more bytes than any that was recorded.
+    """Yield patches that call ``replan(record)`` before a call that may need more than was planned.
+
+    That is a call with a tensor that each recorded call lacks or has smaller.
 
     Args:
         anatomy: parts of the target, all of which are watched.
@@ -68,26 +72,24 @@ def watch_calls(anatomy: Anatomy, request: Request, replan: Callable[[Rehearsal]
     for name in anatomy.components:
         for entry in anatomy.entries[name]:
             alike = [row for row in record.rows if (row.component, row.path, row.method) == (name, "", entry)]
-            most, reads = max((row.given_bytes for row in alike), default=0), any(row.reads for row in alike)
             first = bool(record.why) and not alike
-            watch = _CallWatch(anatomy, name, entry, request, record, most, reads, first, replan)
+            watch = _CallWatch(anatomy, name, entry, request, record, alike, first, replan)
             yield wrap(anatomy.components[name], entry, watch, "size watch")
 
 
 @dataclass(frozen=True)
 class _CallWatch:
-    """Looks at the calls of a model, of which ``most`` bytes of tensors among the arguments were planned.
+    """Looks at the calls of a model, of which those of ``rows`` were planned.
 
-    A model that ``reads`` values can be traced with values that are on the CPU only. If they are on the GPU, a larger
-    call runs as it is. So does a ``first`` call that cannot be traced at all."""
+    A model that reads values can be traced with values that are on the CPU only. If they are on the GPU, a larger call
+    runs as it is. So does a ``first`` call that cannot be traced at all."""
 
     anatomy: Anatomy
     name: str
     entry: str
     request: Request
     record: Rehearsal
-    most: int
-    reads: bool
+    rows: list[Row]
     first: bool
     replan: Callable[[Rehearsal], None]
     seen: set[tuple[Any, ...]] = field(default_factory=set)
@@ -96,30 +98,48 @@ class _CallWatch:
         key = *_tensor_facts(args), *_tensor_facts(kwargs.values())
         if key in self.seen or tracing():
             return original(*args, **kwargs)
-        given = given_bytes((args, kwargs))
-        if (self.first or given > self.most) and self._plan(given, args, kwargs):
+        given = self._by_name(args, kwargs)
+        larger = [list(larger_tensors(given, self._by_name(row.args, row.kwargs))) for row in self.rows]
+        if (self.first or all(larger)) and self._plan(min(larger, key=len, default=[]), args, kwargs):
             return getattr(self.anatomy.components[self.name], self.entry)(*args, **kwargs)
         self.seen.add(key)
         return original(*args, **kwargs)
 
-    def _plan(self, given: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments by their names in the model's method, or by position if it does not take them."""
+        method: Any = getattr(type(self.anatomy.components[self.name]), self.entry, None)
+        with contextlib.suppress(TypeError, ValueError):
+            return inspect.signature(method).bind(None, *args, **kwargs).arguments
+        return {**{f"argument {number}": value for number, value in enumerate(args, 1)}, **kwargs}
+
+    def _plan(self, larger: list[tuple[str, int, int]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Plan anew for a call; return False if it cannot be traced.
+
+        Args:
+            larger: the tensors among its arguments that are larger than planned.
 
         Raises:
             BudgetError: the call does not fit.
         """
-        for reads in (False, True) if self.first else (self.reads,):
+        reads_values = any(row.reads for row in self.rows)
+        for reads in (False, True) if self.first else (reads_values,):
             try:
                 self.replan(self._record_with(args, kwargs, reads))
                 return True
             except BudgetError as error:
-                more = f"{self.name} is called with {format_size(given)}, more than planned ({format_size(self.most)})"
-                error.args = (f"{f'{self.name} is planned at its first call' if self.first else more}: {error}",)
+                error.args = (f"{self._occasion(larger)}: {error}",)
                 raise
             except PlanningError:
-                if not self.reads and not self.first:
+                if not reads_values and not self.first:
                     raise
         return False
+
+    def _occasion(self, larger: list[tuple[str, int, int]]) -> str:
+        if self.first or not larger:
+            return f"{self.name} is planned at its first call"
+        tensor, given, planned = max(larger, key=lambda one: one[1] - one[2])
+        more = f"more than planned ({format_size(planned)})" if planned else "for which nothing is planned"
+        return f"{self.name} is called with {tensor} of {format_size(given)}, {more}"
 
     def _record_with(self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool) -> Rehearsal:
         if not self.first:

@@ -97,17 +97,46 @@ def test_a_call_is_looked_at_once_for_its_shapes_and_types(monkeypatch: pytest.M
     request = sd_lowvram.session.attachments(pipe)[-1].plan.request
     sd_lowvram.restore(pipe)
     larger: list[Any] = []
-    watch = next(p for p in replan.watch_calls(anatomy_of(pipe, None, request.rehearsal), request, larger.append)
+
+    def plan_once(record: Any) -> None:
+        if larger:
+            raise BudgetError("too little")
+        larger.append(record)
+
+    watch = next(p for p in replan.watch_calls(anatomy_of(pipe, None, request.rehearsal), request, plan_once)
                  if p.owner is pipe.early)  # fmt: skip
     call = watch.make(lambda *args, **kwargs: "called")
     (row,) = (row for row in request.rehearsal.rows if row.component == "early")
     args, kwargs, _ = row.empties(torch.float32)
     assert call(*args, **kwargs) == "called" and not larger
     with monkeypatch.context() as patched:
-        patched.setattr(replan, "given_bytes", pytest.fail)
+        patched.setattr(replan, "larger_tensors", pytest.fail)
         assert call(*args, **kwargs) == "called"
     monkeypatch.setattr(pipe.early, "forward", lambda *args, **kwargs: "planned")
     assert call(*(arg.double() for arg in args), **kwargs) == "planned" and len(larger) == 1
+    with pytest.raises(BudgetError, match=r"^early is called with words of 8 KiB, more than planned \(4 KiB\): too"):
+        call(*(arg.double() for arg in args), **kwargs)
+
+
+def test_a_call_that_is_larger_in_one_tensor_alone_is_planned_next_to_the_old_one() -> None:
+    pipe = TwoExperts(32)
+    expected = picture(pipe)
+    sd_lowvram.optimize(
+        pipe, vram="1GB", width=128, height=128, device="cpu", call=CALL, settings=sd_lowvram.Settings(offload="none")
+    )
+    record = sd_lowvram.session.attachments(pipe)[-1].plan.request.rehearsal
+    (row,) = (row for row in record.rows if row.component == "early")
+    (noisy, time, words), kwargs, _ = row.empties(torch.float32)
+    noisy, words = noisy[..., : noisy.shape[-1] // 4].zero_(), words.repeat(1, 2, 1).zero_()
+    assert noisy.nbytes + words.nbytes < row.given_bytes  # fewer bytes in all, which cannot show the longer text
+    with torch.no_grad():
+        pipe.early(noisy, time.zero_(), words, **kwargs)
+    made = sd_lowvram.session.attachments(pipe)[-1].plan.request.rehearsal
+    assert [each.given_bytes for each in made.rows if each.component == "early"] == [
+        row.given_bytes, noisy.nbytes + time.nbytes + words.nbytes
+    ]  # fmt: skip
+    assert torch.equal(picture(pipe), expected)
+    assert sd_lowvram.session.attachments(pipe)[-1].plan.request.rehearsal is made  # neither is planned once more
 
 
 def test_a_pipeline_of_diffusers_without_a_family_is_planned_by_its_call() -> None:
