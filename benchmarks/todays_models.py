@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ SIDES = (512, 1024, 2048)
 _STEPS = 20
 _FILMS = ("wan2.2-5b", "ltx-video")
 """Models that are planned with the frames of their pipeline, at the least size."""
+_BINNED = ("sana-1.6b", "pixart-sigma")
+"""Models whose pipelines draw at the side that they were trained at."""
 
 _anatomy = functools.lru_cache(1)(lambda model: meta_anatomy(model, torch.bfloat16))
 _pipeline = functools.lru_cache(1)(lambda model: named_pipeline(model, torch.bfloat16))
@@ -49,12 +52,13 @@ def run(
 
 
 def _planned(card: str, vram: int, ram: int, model: str, side: int) -> dict[str, Any]:
+    began = time.process_time()
     anatomy = _rehearsed(model, side) if model in PIPELINES else _anatomy(model)
     request = request_by("ours", anatomy, gpu=card, vram=vram, ram=ram, width=side, height=side, steps=_STEPS)
     try:
         plan = make_plan(anatomy, request, Settings())
     except BudgetError as error:
-        return {"needed_bytes": error.needed_bytes}
+        return {"needed_bytes": error.needed_bytes, "plan_seconds": time.process_time() - began}
     denoise = [stage for stage in plan.stages if stage.name == "denoise"]
     seconds = sum(stage.seconds for stage in denoise)
     record = anatomy.rehearsal
@@ -67,6 +71,7 @@ def _planned(card: str, vram: int, ram: int, model: str, side: int) -> dict[str,
         "slowdown": seconds / sum(stage.seconds / stage.slowdown for stage in denoise),
         "calls": calls,
         "passes": _rows_in_call(record) if record else request.passes,
+        "plan_seconds": time.process_time() - began,
     }
 
 
@@ -84,16 +89,24 @@ def _rows_in_call(record: Rehearsal) -> int:
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The tables as Markdown, one for each size."""
+    timed = all("plan_seconds" in row for row in report["rows"])
     yield f"# Today's models in {report['vram_bytes'] / GIB:g} GiB of an {report['title']}, predicted"
     yield ""
     yield (
         f"In bf16 with {report['ram_bytes'] / GIB:g} GiB of host memory, {report['steps']} steps, as plans predict "
         "them; nothing ran on a card. *GiB of the card*: what torch reserves and the driver holds. *Over compute*: a "
-        "step's time over that with all weights on the card."
+        "step's time over that with all weights on the card." + " *To plan*: seconds of a processor." * timed
     )
+    if any(row["model"] in _BINNED for row in report["rows"]):
+        yield ""
+        yield (
+            "The pipelines of `sana-1.6b` and `pixart-sigma` draw at the side that they were trained at, 1024, and scale "
+            "the picture to the size that is asked for: their rows are equal."
+        )
     for side in SIDES:
         yield from ("", f"## {side}x{side}", "")
-        yield from rows_table(_COLUMNS, (row for row in report["rows"] if row["side"] == side))
+        columns = (*_COLUMNS, *_PLANNING) if timed else _COLUMNS
+        yield from rows_table(columns, (row for row in report["rows"] if row["side"] == side))
 
 
 def _gib(name: str) -> Callable[[Row], str]:
@@ -113,3 +126,4 @@ _COLUMNS: Columns = (
     ("over compute", lambda row: f"{row['slowdown']:.2f}" if "seconds" in row else ""),
     ("calls a step", lambda row: _calls(row) if "seconds" in row else ""),
 )
+_PLANNING: Columns = (("to plan", lambda row: f"{row['plan_seconds']:.0f} s"),)
