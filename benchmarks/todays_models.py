@@ -100,8 +100,8 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     if any(row["model"] in _BINNED for row in report["rows"]):
         yield ""
         yield (
-            "The pipelines of `sana-1.6b` and `pixart-sigma` draw at the side that they were trained at, 1024, and scale "
-            "the picture to the size that is asked for: their rows are equal."
+            "The pipelines of `sana-1.6b` and `pixart-sigma` draw at the side that they were trained at, 1024, and "
+            "scale the picture to the size that is asked for: their rows are equal."
         )
     for side in SIDES:
         yield from ("", f"## {side}x{side}", "")

@@ -252,8 +252,8 @@ class Rehearsal:
             output_bytes=math.ceil(least.output_bytes * growth),
             after_bytes=math.ceil(least.after_bytes * growth),
         )
-        most = larger.args, larger.kwargs
-        covered = [row for row in alike if not any(larger_tensors((row.args, row.kwargs), most))]
+        arguments = larger.args, larger.kwargs
+        covered = [row for row in alike if not any(larger_tensors((row.args, row.kwargs), arguments))]
         if not covered:
             return replace(self, rows=(*self.rows, larger), order=(*self.order, len(self.rows)))
         return replace(self, rows=tuple(larger if row in covered else row for row in self.rows))

@@ -19,7 +19,6 @@ from ..compat.private import (
     FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
-    TorchDispatchMode,
     decompose,
     operators_of,
     tree_flatten,
@@ -51,7 +50,7 @@ from .ledger import Ledger, Timeline
 from .op_cache import Recipe, make, recipe_for, signature
 from .operators import Operator, describe
 from .sdpa import traced_attention
-from .uncompiled import CAN_REST, prevent_compiling
+from .uncompiled import Uncompiled, prevent_compiling
 
 aten = torch.ops.aten
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
@@ -241,7 +240,7 @@ def trace_equals_once(
     )
 
 
-class _Tracer(TorchDispatchMode):
+class _Tracer(Uncompiled):
     """Dispatch mode that sees every operator before the fake mode, and books its results."""
 
     def __init__(self, mode: FakeTensorMode, overhead: Overhead, most_copied: float, equals: bool) -> None:
@@ -253,11 +252,6 @@ class _Tracer(TorchDispatchMode):
         self._recipes = _recipes[traces_cpu()]
         self._places: dict[int, tuple[Registry, str]] = {}
         self._met: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return True if torch must keep its compiler off each operator, which costs time."""
-        return not CAN_REST  # else :func:`prevent_compiling` does it once for the whole trace
 
     def fake_weight(self, real: Tensor, registry: Registry, name: str) -> Tensor:
         """The fake of a parameter or buffer; of a tensor that modules share, the same one."""

@@ -17,7 +17,6 @@ from ..compat.private import (
     FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
-    TorchDispatchMode,
     storage_key,
     tree_flatten,
     tree_map,
@@ -29,7 +28,7 @@ from ..memory.threads import Redirected
 from ..models.support import reads_values
 from ..weight_parts import is_wrapper
 from .fake_tensors import fake_of
-from .uncompiled import CAN_REST
+from .uncompiled import Uncompiled
 
 _INDEX = torch.ops.aten.index.Tensor
 _MOST = 1 << 16
@@ -64,7 +63,7 @@ def call_with_values(values: list[Tensor | None], original: Callable[..., Any], 
 _tolist = Redirected(FakeTensor, "tolist")
 
 
-class _Values(TorchDispatchMode):
+class _Values(Uncompiled):
     """Runs operators on known values, and on fake tensors in the modes below.
 
     Values are those of storages, because torch makes new objects of views.
@@ -75,11 +74,6 @@ class _Values(TorchDispatchMode):
         self._mode = mode
         self._values: dict[int, Tensor] = {}
         self._deaths = Deaths(lambda key: self._values.pop(key, None))
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return True if torch must keep its compiler off each operator: the trace around does it where it can."""
-        return not CAN_REST
 
     def note(self, fake: Tensor, real: Tensor) -> None:
         """Record that ``fake`` has the values of ``real``, a small tensor of the same strides."""
