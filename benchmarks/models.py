@@ -65,12 +65,20 @@ def random_denoiser(model: str, device: torch.device) -> Any:
     return pipe
 
 
-def random_transformer(model: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
+def random_transformer(
+    model: str, device: torch.device, **changes: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:  # fmt: skip
     """A pipeline of one of today's models in bf16, without text encoders, its weights in host memory, and what it is
-    called with: embeddings of a prompt on ``device``."""
+    called with: embeddings of a prompt on ``device``.
+
+    Args:
+        changes: of the configurations of its ``transformer`` and ``vae``.
+    """
     import diffusers
 
     config = architecture(model)
+    for part, values in changes.items():
+        config[part] |= values
     parts = build_components(config, torch.bfloat16, str(device), only=("transformer", "vae"))
     parts = {name: torch.nn.Module.to(component, "cpu") for name, component in parts.items()}
     if device.type == "cuda":

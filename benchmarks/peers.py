@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,8 +22,9 @@ from sd_lowvram.devices.pairs import spread, time_call
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.session import attached
 
+from . import peers_on_card
 from .models import demo_pipeline, least_budget
-from .tables import BUSY, Row, Sheet, eight_bits, facts, figure, filled, mib, trusted
+from .tables import BUSY, Report, Row, Sheet, eight_bits, facts, figure, filled, mib, trusted
 from .trial import measure
 
 PLAIN = "diffusers"
@@ -65,8 +66,14 @@ LEFT_OUT = {
 """Options that are not measured with the demo model on a CPU, with the reason."""
 
 
-def run(*, size: int = 256, steps: int = 8, out: Path | None) -> dict[str, Any]:
-    """Measure all of them with the demo model on this CPU; writes ``out`` and JSON, and goes on with what lacks."""
+def run(*, size: int = 256, steps: int = 8, card: bool = False, out: Path | None) -> Report:
+    """Measure all of them with the demo model on this CPU; writes ``out`` and JSON, and goes on with what lacks.
+
+    Args:
+        card: run :mod:`peers_on_card` in its place.
+    """
+    if card:
+        return peers_on_card.run(out)
     asked = facts(None, size=size, steps=steps, left_out=LEFT_OUT)
     if asked["device"].split(",")[0] != "cpu":
         raise BadInputError(f"peers measures on a CPU, and this runs on {asked['device']}: hide the card")
@@ -143,7 +150,12 @@ def _seconds(row: Row) -> str:
     return figure(row["seconds"], row.get("spread"), "{:.2f}") if trusted(row, "spread") else BUSY
 
 
-lines = Sheet(
+def lines(report: Report) -> Iterable[str]:
+    """The report as Markdown."""
+    return (peers_on_card.SHEET if report.get("card") else _SHEET).lines(report)
+
+
+_SHEET = Sheet(
     "Other programs and ours on one checkpoint",
     "{model}, {size}x{size}, {steps} steps, on {device} with {threads} threads, each in a process of its own. "
     "*Process*: its peak beyond what it held before the model was loaded. *Allocator*: the peak of all tensors, "
@@ -156,4 +168,4 @@ lines = Sheet(
         ("allocator MiB", mib("allocator_bytes", "{:.1f}")),
         ("differs", lambda row: f"{row['most']} ({row['differing']:.2%})" if row["most"] else "not at all"),
     ),
-).lines
+)

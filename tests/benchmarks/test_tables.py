@@ -69,8 +69,8 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "webui_plans": webui_plans.lines,
 }
 """By the file's name in benchmarks/."""
-ONCE = re.compile(r"\n\n\*Made once\. The script is `(benchmarks/[\w/]+\.py)` in commit ([0-9a-f]{7,})\.\*\n$")
-"""The end of a table whose script is no longer in the tree."""
+ONCE = re.compile(r"\n\n\*Made once\. The script is `((?:benchmarks|tests)/\S+\.py)` in commit ([0-9a-f]{7,})\.\*\n$")
+"""The end of a table that no script of the tree writes."""
 BY_PARTS = ("measured/", "simulated/")
 """Folders of tables that say part by part when and where they were made."""
 

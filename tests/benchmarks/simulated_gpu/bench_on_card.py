@@ -47,12 +47,12 @@ def on_card() -> Any:
     import torch
     from on_card import Simulated, rates_here
 
-    from benchmarks import calls, gpu, trial
+    from benchmarks import calls, gpu, peers_on_card, trial
     from benchmarks.gpu import correctness, kernels, peaks, streaming
     from sd_lowvram.devices import this_machine
 
     torch.set_num_threads(1)
-    simulated = Simulated()
+    simulated = peers_on_card.simulated = Simulated()
     trial.PYTHON = (sys.executable, __file__)
     gpu.lines = lines
     make_narrow(NARROW)

@@ -18,9 +18,10 @@ import torch
 from on_card import rates_here
 
 from benchmarks import gpu as bench
-from benchmarks import ladder, models, trial
+from benchmarks import ladder, models, peers, peers_on_card, trial
 from benchmarks.gpu import attention, kernels, peaks, sizes, streaming, workspaces
 from benchmarks.gpu import todays as todays_part
+from sd_lowvram.checkpoints.architectures import architecture
 from sd_lowvram.devices import this_machine
 
 MIB = 1 << 20
@@ -115,6 +116,25 @@ def test_every_part_ends_and_no_row_is_empty(
         assert passes["CUDA graphs"]["same_bits"] and passes["CUDA graphs"]["step_seconds"] > 0
         assert "Triton" in passes["fused kernels"]["failed"]
     assert gpu.card.unsimulated == 0 or part == "attention"
+
+
+@pytest.mark.slow(20)
+def test_peers_and_ours_are_counted_alike(gpu: Any, tiny_bench: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes too of the narrow model; the table has a line for each, and says what differs."""
+    monkeypatch.setattr(gpu.kernels, "computes", True)
+    monkeypatch.setattr(models, "architecture", architecture)
+    monkeypatch.setattr(peers_on_card, "simulated", gpu)
+    narrow = peers_on_card.MODELS["FLUX.1 at half width"][2]
+    monkeypatch.setattr(peers_on_card, "MODELS", {"narrow": (64, narrow, narrow)})
+    names = "diffusers", "diffusers, groups by leaf, stream", "sd-lowvram, least budget"
+    rows = [{"model": "narrow", "name": name, **peers_on_card.trial_run("narrow", name)} for name in names]
+    plain, leaf, least = rows
+    assert plain["copied_bytes"] == plain["pinned_bytes"] == 0 < leaf["copied_bytes"]
+    assert leaf["pinned_bytes"] > 0 and plain["same_bits"] and leaf["same_bits"] and least["most"] <= 1
+    assert least["decode_bytes"] < min(plain["decode_bytes"], leaf["decode_bytes"])
+    report = {"card": True, "device": "here", "rows": rows, "left_out": {"one": "it does not run"}}
+    table = "\n".join(peers.lines(report))
+    assert all(f"| narrow | {name} | " in table for name in names) and table.endswith("Left out: one: it does not run.")
 
 
 @pytest.mark.slow(20)

@@ -56,6 +56,8 @@ class Kernels:
         computes: whether contents are computed and copied; else memory is taken for them, and that is all, but that
             what is made small of them is zero or true, as whether they are all numbers. Models of full size run in
             seconds so.
+        brought: bytes that were copied to the card.
+        waited: copies that were left out for ``computes`` and which the host would have waited for.
     """
 
     def __init__(self, card: Card) -> None:
@@ -67,6 +69,7 @@ class Kernels:
         self._workspaces: dict[tuple[int, int], list[Tensor]] = {}
         self.outputs_first = False
         self.computes = True
+        self.brought = self.waited = 0
         self._own = threading.local()
         torch._C._cuda_clearCublasWorkspaces = self.forget
         card.on_replay(lambda number, stream: self._captured[number](stream))
@@ -210,7 +213,9 @@ class Kernels:
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Between devices torch's own copy, over the runtime's; within the card a kernel."""
         if target.device != source.device:
+            self.brought += source.nbytes if target.is_cuda else 0
             if not self.computes and source.nbytes > _SMALL:
+                self.waited += not non_blocking
                 return target
             copied: Tensor = _aten.copy_.default._op_dk(
                 torch._C.DispatchKey.CompositeExplicitAutograd, target, source, non_blocking
