@@ -93,13 +93,14 @@ def test_recordings_are_freed_before_the_autoencoder_is_widened(gpu: Any, pipe: 
         segments = torch.cuda.memory_snapshot()
         return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
 
+    before = recorded_bytes()  # of captures that failed in earlier tests
     for part in (pipe.unet, pipe.vae, pipe.text_encoder):
         part.half()
     sd_lowvram.optimize(pipe, vram="8GB", settings=GRAPHS, **SIZE)
     pipe("a", num_inference_steps=STEPS, width=64, height=64, output_type="latent")
-    assert recorded_bytes()
+    assert recorded_bytes() > before
     pipe.vae.to(torch.float32)
-    assert not recorded_bytes()
+    assert recorded_bytes() == before
     pipe.vae.to(torch.float16)
     sd_lowvram.restore(pipe)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -157,6 +158,66 @@ def test_a_graph_computes_anew_and_allocates_nothing(gpu: Any) -> None:
     for picture, result in zip(pictures, results, strict=True):
         with torch.inference_mode():
             assert torch.equal(result, layers(picture.to(GPU)).cpu())
+
+
+def branched(weights: torch.Tensor, held: torch.Tensor, waits: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Multiply by weights that another stream of the capture copies: right if the product ``waits`` for them."""
+    copies = torch.cuda.Stream()
+
+    def multiply(given: torch.Tensor) -> torch.Tensor:
+        home = torch.cuda.current_stream()
+        copies.wait_stream(home)
+        with torch.cuda.stream(copies):
+            weights.copy_(held, non_blocking=True)
+        if waits:
+            home.wait_stream(copies)
+        made = given * weights
+        home.wait_stream(copies)
+        return made
+
+    return multiply
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_graph_keeps_the_streams_that_it_was_captured_from(gpu: Any, schedule: str, waits: bool) -> None:
+    held, weights = torch.full((4096,), 3.0).pin_memory(), torch.zeros(4096, device=GPU)
+    given = torch.ones(4096, device=GPU)
+    graph, made = graphed(branched(weights, held, waits), given)  # type: ignore[arg-type]
+    torch.cuda.synchronize()
+    with gpu.watched(schedule) as seen:
+        for _ in range(STEPS):
+            graph.replay()
+        result = made.cpu()
+    assert seen.clean is waits, seen
+    assert torch.equal(result, torch.full((4096,), 3.0)) or not waits
+
+
+def test_a_capture_refuses_work_that_nothing_waits_for(gpu: Any) -> None:
+    copies, given = torch.cuda.Stream(), torch.ones(4, device=GPU)
+
+    def forks(given: torch.Tensor) -> torch.Tensor:
+        copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies):
+            return given + 1
+
+    with pytest.raises(RuntimeError, match="unjoined"):
+        graphed(forks, given)  # type: ignore[arg-type]
+    assert torch.equal((given + 1).cpu(), torch.full((4,), 2.0))
+
+
+def test_a_capture_refuses_to_wait_for_an_event_of_before(gpu: Any) -> None:
+    before, given = torch.cuda.Event(), torch.ones(4, device=GPU)
+    before.record()
+
+    def follows(given: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_stream().wait_event(before)
+        return given + 1
+
+    with pytest.raises(RuntimeError, match="previous error during capture") as error:
+        graphed(follows, given)  # type: ignore[arg-type]
+    assert "dependency created on uncaptured work" in str(error.value.__context__)
+    assert torch.equal((given + 1).cpu(), torch.full((4,), 2.0))
 
 
 def test_a_capture_refuses_to_wait_for_the_device(gpu: Any) -> None:

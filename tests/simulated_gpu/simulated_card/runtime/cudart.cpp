@@ -26,7 +26,8 @@ namespace {
 constexpr size_t MIB = size_t(1) << 20;
 constexpr size_t PAGE = 4096, DEVICE_PAGE = 2 * MIB;
 constexpr int OUT_OF_MEMORY = 2, INVALID_VALUE = 1, NOT_READY = 600, NOT_SUPPORTED = 801, CAPTURE_FORBIDS = 900,
-              CAPTURE_SPOILT = 901;
+              CAPTURE_SPOILT = 901, CAPTURE_MERGED = 902, CAPTURE_UNMATCHED = 903, CAPTURE_UNJOINED = 904,
+              CAPTURE_ISOLATED = 905;
 
 // What the log says; races.py reads it.
 enum Happening { RECORD = 1, WAIT = 2, STREAM_SYNC = 4, EVENT_SYNC = 5, READ = 10, WRITE = 11, COPY = 12 };
@@ -44,14 +45,15 @@ struct Event {
   uint64_t ticket = 0;
   int asked = 0;
   Graph *graph = nullptr;  // recorded while this was captured
+  int mark = 0;            // in that graph
   std::shared_ptr<Moment> moment = std::make_shared<Moment>();
 };
 struct Task {
-  enum Kind { COPYING, FILLING, WAITING, RECORDING, CALLING, KERNEL } kind;
+  enum Kind { COPYING, FILLING, WAITING, RECORDING, CALLING, KERNEL, MARKING, AWAITING } kind;  // the last three: in graphs
   void *target = nullptr;
   const void *source = nullptr;
   size_t bytes = 0;
-  int value = 0;                                    // of a filling; the number of a captured kernel
+  int value = 0;                                    // of a filling; the number of a captured kernel or of a mark
   int way = BESIDE;
   Stream *other = nullptr;                          // that is waited for, up to this ticket
   uint64_t until = 0;
@@ -59,8 +61,18 @@ struct Task {
   void (*call)(void *) = nullptr;
   void *argument = nullptr;
   uint64_t ticket = 0;
+  int branch = 0;  // of a graph
 };
-struct Graph { int id; std::vector<Task> tasks; bool spoilt = false; };
+using Clock = std::map<int, uint64_t>;  // by branch: how much of its work comes before
+struct Graph {
+  int id;
+  std::vector<Task> tasks = {};
+  bool spoilt = false;
+  std::vector<Stream *> branches = {};  // the streams that were captured, the one where it began first
+  std::vector<Clock> clocks = {};       // of the branches
+  std::vector<Clock> marks = {};        // events, at the place where each was recorded
+  std::vector<void *> handles = {};     // of an executable: streams of its own for all branches but the first
+};
 struct Stream {
   int id;
   int device;
@@ -92,7 +104,7 @@ std::map<std::string, long> launched;
 int (*run_captured)(int number, void *stream) = nullptr;
 
 int failed(int error) { return error ? last_error = error : 0; }
-int spoils(Graph *capture) { capture->spoilt = true; return failed(CAPTURE_FORBIDS); }
+int spoils(Graph *capture, int error = CAPTURE_FORBIDS) { capture->spoilt = true; return failed(error); }
 
 void note(Happening what, int stream, int event = 0, uintptr_t source = 0, uintptr_t target = 0, size_t bytes = 0,
           int way = BESIDE) {
@@ -121,7 +133,7 @@ void run(Stream *stream, const Task &task) {
     case Task::WAITING: if (task.other != stream) run_until(task.other, task.until); break;
     case Task::RECORDING: task.moment->milliseconds = now(); break;
     case Task::CALLING: task.call(task.argument); break;
-    case Task::KERNEL: break;  // only in graphs, which cudaGraphLaunch runs
+    case Task::KERNEL: case Task::MARKING: case Task::AWAITING: break;  // only in graphs, which cudaGraphLaunch runs
   }
 }
 
@@ -152,8 +164,23 @@ void wander() {
   if (!stream->queue.empty()) run_until(stream, stream->queue[chance() % stream->queue.size()].ticket);
 }
 
+int branch_of(Graph *graph, Stream *stream) {
+  auto found = std::find(graph->branches.begin(), graph->branches.end(), stream);
+  if (found != graph->branches.end()) return found - graph->branches.begin();
+  graph->branches.push_back(stream);
+  graph->clocks.emplace_back();
+  return graph->branches.size() - 1;
+}
+
+void capture(Stream *stream, Task task) {
+  Graph *graph = stream->capturing;
+  task.branch = branch_of(graph, stream);
+  if (task.kind != Task::MARKING && task.kind != Task::AWAITING) ++graph->clocks[task.branch][task.branch];
+  graph->tasks.push_back(task);
+}
+
 void ask(Stream *stream, Task task) {
-  if (stream->capturing) { stream->capturing->tasks.push_back(task); return; }
+  if (stream->capturing) return capture(stream, task);
   wander();
   task.ticket = ++stream->asked;
   stream->queue.push_back(task);
@@ -179,6 +206,15 @@ size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * u
 bool is_open(const Graph *graph) {
   for (auto &known : streams) if (graph && known.second->capturing == graph) return true;
   return false;
+}
+
+// True if the first branch comes after the work of all others.
+bool is_joined(const Graph *graph) {
+  for (size_t branch = 1; branch < graph->branches.size(); ++branch) {
+    auto of = [&](const Clock &clock) { auto found = clock.find(branch); return found == clock.end() ? 0 : found->second; };
+    if (of(graph->clocks[branch]) > of(graph->clocks[0])) return false;
+  }
+  return true;
 }
 
 void log_copy(int stream, const Task &task) {
@@ -225,7 +261,7 @@ void sim_capture_kernel(void *handle, int number) {
   LOCKED;
   Task task{Task::KERNEL};
   task.value = number;
-  stream_of(handle)->capturing->tasks.push_back(task);
+  capture(stream_of(handle), task);
 }
 void sim_on_replay(int (*call)(int, void *)) { LOCKED; run_captured = call; }
 long sim_replays() { LOCKED; return replays; }
@@ -284,6 +320,10 @@ const char *cudaGetErrorString(int error) {
     case OUT_OF_MEMORY: return "out of memory";
     case CAPTURE_FORBIDS: return "operation not permitted when stream is capturing";
     case CAPTURE_SPOILT: return "operation failed due to a previous error during capture";
+    case CAPTURE_MERGED: return "operation would result in a merge of separate capture sequences";
+    case CAPTURE_UNMATCHED: return "capture was not ended in the same stream as it began";
+    case CAPTURE_UNJOINED: return "capturing stream has unjoined work";
+    case CAPTURE_ISOLATED: return "dependency created on uncaptured work in another stream";
     default: return "an error of the simulated CUDA runtime";
   }
 }
@@ -452,11 +492,22 @@ int cudaStreamGetPriority(void *, int *priority) { *priority = 0; return 0; }
 int cudaStreamWaitEvent(void *handle, Event *event, unsigned) {
   LOCKED;
   Stream *stream = stream_of(handle);
-  if (is_open(event->graph)) {  // the capture goes on in this stream too
-    stream->capturing = event->graph;
+  Graph *graph = event->graph;
+  if (is_open(graph)) {  // the capture goes on in this stream too
+    if (stream->capturing && stream->capturing != graph) return spoils(graph, CAPTURE_MERGED);
+    stream->capturing = graph;
+    const int branch = branch_of(graph, stream);
+    for (auto &[other, work] : graph->marks[event->mark]) {
+      uint64_t &before = graph->clocks[branch][other];
+      before = std::max(before, work);
+    }
+    Task task{Task::AWAITING};
+    task.value = event->mark;
+    capture(stream, task);
     return 0;
   }
-  if (!event->recorded || stream->capturing) return 0;
+  if (!event->recorded) return 0;
+  if (stream->capturing) return spoils(stream->capturing, CAPTURE_ISOLATED);
   note(WAIT, stream->id, event->id);
   Task task{Task::WAITING};
   task.other = event->stream;
@@ -470,8 +521,13 @@ int cudaEventDestroy(Event *event) { LOCKED; delete event; return 0; }
 int cudaEventRecord(Event *event, void *handle) {
   LOCKED;
   Stream *stream = stream_of(handle);
-  event->graph = stream->capturing;
-  if (event->graph) return 0;
+  if (Graph *graph = event->graph = stream->capturing) {
+    Task task{Task::MARKING};
+    task.value = event->mark = graph->marks.size();
+    graph->marks.push_back(graph->clocks[branch_of(graph, stream)]);
+    capture(stream, task);
+    return 0;
+  }
   event->stream = stream;
   event->recorded = true;
   event->asked = 0;
@@ -516,24 +572,29 @@ int cudaLaunchHostFunc(void *handle, void (*call)(void *), void *argument) {
   return 0;
 }
 
-// ---- stream capture: what streams are asked becomes a list, which a launch runs in the order of the capture
+// ---- stream capture: what streams are asked becomes a list. A launch asks a stream of its own for each stream that was
+// captured, and orders them by the events that were recorded and waited for
 
 int cudaStreamBeginCapture(void *handle, int) {
   LOCKED;
   Stream *stream = stream_of(handle);
   if (stream->capturing) return failed(CAPTURE_FORBIDS);
   stream->capturing = new Graph{next_graph++};
+  branch_of(stream->capturing, stream);
   return 0;
 }
 int cudaStreamEndCapture(void *handle, Graph **graph) {
   LOCKED;
-  *graph = stream_of(handle)->capturing;
+  Stream *stream = stream_of(handle);
+  *graph = stream->capturing;
   if (!*graph) return failed(INVALID_VALUE);
+  if ((*graph)->branches[0] != stream) return spoils(*graph, CAPTURE_UNMATCHED);
   for (auto &known : streams) if (known.second->capturing == *graph) known.second->capturing = nullptr;
-  if (!(*graph)->spoilt) return 0;
+  const int error = (*graph)->spoilt ? CAPTURE_SPOILT : is_joined(*graph) ? 0 : CAPTURE_UNJOINED;
+  if (!error) return 0;
   delete *graph;
   *graph = nullptr;
-  return failed(CAPTURE_SPOILT);
+  return failed(error);
 }
 int cudaStreamIsCapturing(void *handle, int *status) { LOCKED; *status = stream_of(handle)->capturing ? 1 : 0; return 0; }
 int cudaStreamGetCaptureInfo(void *handle, int *status, unsigned long long *id, Graph **graph, const void **dependencies,
@@ -550,21 +611,41 @@ int cudaStreamGetCaptureInfo(void *handle, int *status, unsigned long long *id, 
 }
 int cudaThreadExchangeStreamCaptureMode(int *) { return 0; }
 int cudaGraphGetNodes(Graph *graph, void **, size_t *count) { LOCKED; *count = graph->tasks.size(); return 0; }
-int cudaGraphInstantiateWithFlags(Graph **executable, Graph *graph, unsigned long long) { *executable = new Graph(*graph); return 0; }
+int cudaGraphInstantiateWithFlags(Graph **executable, Graph *graph, unsigned long long) {
+  *executable = new Graph(*graph);
+  for (size_t branch = 0; branch < graph->branches.size(); ++branch) (*executable)->handles.push_back(malloc(64));
+  return 0;
+}
 int cudaGraphDestroy(Graph *graph) { delete graph; return 0; }
 int cudaGraphExecDestroy(Graph *executable) { delete executable; return 0; }
 int cudaGraphLaunch(Graph *executable, void *handle) {
-  Stream *stream;
-  { LOCKED; stream = stream_of(handle); ++replays; }
+  struct Recorded { int event; Stream *stream; uint64_t ticket; };
+  std::vector<Recorded> recorded(executable->marks.size());
+  { LOCKED; ++replays; }
   for (const Task &task : executable->tasks) {
+    void *branch = task.branch ? executable->handles[task.branch] : handle;
     if (task.kind == Task::KERNEL) {  // in Python, which another thread may hold that waits for this lock
-      if (int error = run_captured(task.value, handle)) return failed(error);
+      if (int error = run_captured(task.value, branch)) return failed(error);
       continue;
     }
     LOCKED;
+    Stream *stream = stream_of(branch);
+    Task next = task;
     if (task.kind == Task::COPYING) log_copy(stream->id, task);
     if (task.kind == Task::FILLING) note(WRITE, stream->id, 0, uintptr_t(task.target), uintptr_t(task.target), task.bytes);
-    ask(stream, task);
+    if (task.kind == Task::MARKING) {
+      recorded[task.value] = {next_event++, stream, stream->asked + 1};
+      note(RECORD, stream->id, recorded[task.value].event);
+      next.kind = Task::RECORDING;
+      next.moment = std::make_shared<Moment>();
+    } else if (task.kind == Task::AWAITING) {
+      const Recorded &mark = recorded[task.value];
+      note(WAIT, stream->id, mark.event);
+      next.kind = Task::WAITING;
+      next.other = mark.stream;
+      next.until = mark.ticket;
+    }
+    ask(stream, next);
   }
   return 0;
 }
