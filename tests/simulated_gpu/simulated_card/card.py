@@ -193,11 +193,6 @@ class Card:
 
     # The log
 
-    @property
-    def lines(self) -> int:
-        """How many lines the log has by now."""
-        return int(self._runtime.sim_log_size())
-
     @contextlib.contextmanager
     def logged(self) -> Iterator[list[Entry]]:
         """Inside, all that streams and host do is written down; the list is filled at the end."""
