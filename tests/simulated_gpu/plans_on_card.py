@@ -124,7 +124,7 @@ class Held(NamedTuple):
 
 def within_budget(simulated: Any, case: Case) -> Held:
     """Plan and run ``case`` on a card with more memory than the budget."""
-    with _shapes_only(simulated):
+    with shapes_only(simulated):
         return _within_budget(simulated, case)
 
 
@@ -267,12 +267,12 @@ class RealCard:
 def on_card(simulated: Any, case: Case, **fixed: Any) -> Row:
     """Calibrate, plan with knobs that are ``fixed``, and run as a new process would on a card that gives what is
     planned."""
-    with _shapes_only(simulated):
+    with shapes_only(simulated):
         return _on_card(simulated, case, fixed)
 
 
 @contextlib.contextmanager
-def _shapes_only(simulated: Any) -> Iterator[None]:
+def shapes_only(simulated: Any) -> Iterator[None]:
     """Nothing is computed within the block, and no result is looked at."""
     import torch
 

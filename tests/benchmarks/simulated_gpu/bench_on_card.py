@@ -44,6 +44,7 @@ def on_card() -> Any:
     from simulated_card.card import card
 
     card()
+    import plans_on_card
     import torch
     from on_card import Simulated, rates_here
 
@@ -53,6 +54,7 @@ def on_card() -> Any:
 
     torch.set_num_threads(1)
     simulated = peers_on_card.simulated = Simulated()
+    peers_on_card.shapes_only = functools.partial(plans_on_card.shapes_only, simulated)
     trial.PYTHON = (sys.executable, __file__)
     gpu.lines = lines
     make_narrow(NARROW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import patient
+import plans_on_card
 import pytest
 import tiny
 import todays
@@ -124,6 +126,7 @@ def test_peers_and_ours_are_counted_alike(gpu: Any, tiny_bench: None, monkeypatc
     monkeypatch.setattr(gpu.kernels, "computes", True)
     monkeypatch.setattr(models, "architecture", architecture)
     monkeypatch.setattr(peers_on_card, "simulated", gpu)
+    monkeypatch.setattr(peers_on_card, "shapes_only", functools.partial(plans_on_card.shapes_only, gpu))
     narrow = peers_on_card.MODELS["FLUX.1 at half width"][2]
     monkeypatch.setattr(peers_on_card, "MODELS", {"narrow": (64, narrow, narrow)})
     names = "diffusers", "diffusers, groups by leaf, stream", "sd-lowvram, least budget"
