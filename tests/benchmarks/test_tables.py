@@ -54,6 +54,7 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "measured/nvidia-h100-80gb-hbm3": gpu.lines,
     "measured/plans-on-h100": lambda values: _on_card("plans").lines(values),
     "peers": peers.lines,
+    "peers_on_card": peers.lines,
     "pipelines": lambda values: _script("others/over_pipelines.py").lines(values["rows"]),
     "plans": plans.lines,
     "plans_on_card": lambda values: _on_card("plans").lines(values),
