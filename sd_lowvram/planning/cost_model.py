@@ -43,7 +43,7 @@ from .stage_costs import StageCosts, Step, Weights
 from .stage_seconds import Counts, Work, call_seconds, processor_seconds, stage_seconds
 from .stages import CONTROL, Stage
 
-_WORK = ("flops", "wide_flops", "moved_bytes", "product_bytes", "packed_bytes", "operators", "spans")
+_WORK = ("flops", "wide_flops", "moved_bytes", "product_bytes", "packed_bytes", "group_elements", "operators", "spans")
 """Figures of a trace that its time is computed from."""
 
 _T = TypeVar("_T")
@@ -391,7 +391,8 @@ class Pricing:
 
     def _work(self, settings: Settings, case: Case) -> Work:
         """One call of a stage with all weights on the device."""
-        work = Work(case.figures, self._computed_bytes(case.component, settings))
+        in_strips = Act.MAKES_STRIPS in case.acts and case.stage.name == "decode"
+        work = Work(case.figures, self._computed_bytes(case.component, settings), in_strips)
         if case.component == self.anatomy.denoiser:
             if Act.RECORDS in case.acts:
                 modules = sum(1 for _ in self.anatomy.components[case.component].modules())

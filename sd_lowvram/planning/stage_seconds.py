@@ -27,6 +27,7 @@ class Work:
     Attributes:
         figures: operations, bytes and operators, as traced.
         element_bytes: bytes of an element in its products.
+        in_strips: True for an exact decode in strips.
         replayed_modules: modules of a model whose pass is replayed as one recording; 0: operators are launched.
         skipped: paths of modules that do not run in the share ``skips`` of all calls.
         gain: speed-up by compiled code.
@@ -34,6 +35,7 @@ class Work:
 
     figures: Figures
     element_bytes: int
+    in_strips: bool = False
     replayed_modules: int = 0
     skipped: Collection[str] = ()
     skips: float = 0.0
@@ -73,7 +75,8 @@ class Counts:
 def call_seconds(work: Work, rates: Rates) -> float:
     """Seconds of one call whose weights are on the device, on average over all calls."""
     figures, size = work.figures, work.element_bytes
-    seconds = rates.seconds(figures, size, 1 if work.replayed_modules else None)
+    launched = figures.operators * (rates.strip_launches if work.in_strips else 1.0)
+    seconds = rates.seconds(figures, size, 1 if work.replayed_modules else launched)
     seconds = max(seconds, _REPLAY_LAUNCHES * work.replayed_modules * rates.launch_seconds)
     if work.skipped and figures.spans:
         spans = list(zip(figures.spans, rates.shares(figures.spans, size), strict=True))

@@ -28,6 +28,7 @@ class ModuleSpan:
         copied_bytes: bytes copied between device and host.
         operators: how many ran, views not counted: on a GPU, about the number of launches.
         packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
+        group_elements: elements in one group of torch's GroupNorm, which a GPU reads with one thread block.
         held_bytes: the most bytes on the device during an operator, without weights: inputs, outputs, the kernel's own
             memory and the library's workspace.
     """
@@ -40,6 +41,7 @@ class ModuleSpan:
     copied_bytes: int = 0
     operators: int = 0
     packed_bytes: int = 0
+    group_elements: int = 0
     held_bytes: int = 0
 
 

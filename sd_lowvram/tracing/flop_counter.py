@@ -46,6 +46,7 @@ class ModuleWork:
         held_bytes: int = 0,
         besides: int = 0,
         wide: bool = False,
+        group_elements: int = 0,
     ) -> None:
         """Add an operator in the module ``path``; in a loop, as often as the current pass represents equal passes.
 
@@ -57,6 +58,7 @@ class ModuleWork:
             held_bytes: bytes on the device while it runs.
             besides: bytes that its library moves in kernels before and after it.
             wide: True if its operations are those of wide products.
+            group_elements: elements in one group of a GroupNorm.
         """
         span, passes = self._span(path), times()
         span.operators += passes
@@ -65,6 +67,7 @@ class ModuleWork:
         span.moved_bytes += (moved_bytes + besides) * passes
         span.product_bytes += moved_bytes * passes if flops else 0
         span.packed_bytes += packed_bytes * passes
+        span.group_elements += group_elements * passes
         span.held_bytes = max(span.held_bytes, held_bytes)
 
     def count_copy(self, path: str, copied_bytes: int) -> None:
@@ -119,6 +122,13 @@ def _product_flops(args: Any, result: Tensor) -> int:
 
 def _sum_of_product_flops(args: Any, result: Tensor) -> int:
     return 2 * result.numel() * int(args[2].shape[-2])
+
+
+def group_elements(func: Any, args: Any) -> int:
+    """Elements in one group of torch's GroupNorm; 0 for other operators."""
+    if func is not aten.native_group_norm.default:
+        return 0
+    return int(args[0].numel()) // max(1, args[3] * args[6])
 
 
 def is_wide(func: Any, args: Any) -> bool:

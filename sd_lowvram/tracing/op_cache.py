@@ -44,6 +44,7 @@ class Recipe(NamedTuple):
     packed: int = 0
     besides: int = 0
     wide: bool = False
+    group_elements: int = 0
 
 
 def is_repeatable(func: Any) -> bool:

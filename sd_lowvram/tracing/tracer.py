@@ -39,6 +39,7 @@ from .flop_counter import (
     ModuleWork,
     argument_bytes,
     attention_flops,
+    group_elements,
     is_wide,
     is_wide_attention,
     library_bytes,
@@ -83,6 +84,7 @@ class Figures:
         copied_bytes: bytes copied between device and host.
         operators: number of operators, without views: on a GPU, about the number of kernel launches.
         packed_bytes: weights of convolutions and products, which a CPU reorders at every call.
+        group_elements: elements in one group of torch's GroupNorm, which a GPU reads with one thread block.
         reserved_bytes: bytes that torch's caching allocator reserves on a GPU, in segments, for ``activation_bytes``
             and the libraries' workspaces (on a CPU the former). With more free memory torch reserves more, and frees it
             before it fails.
@@ -106,6 +108,7 @@ class Figures:
     copied_bytes: int
     operators: int
     packed_bytes: int
+    group_elements: int
     reserved_bytes: int
     repeated_bytes: int
     recorded_bytes: int
@@ -335,7 +338,7 @@ class _Tracer(Uncompiled):
             self.ledger.passing(workspace)
         if operator.moves:
             held = self.ledger.live["device"] + recipe.hidden
-            work = recipe.flops, recipe.moved, recipe.packed, held, recipe.besides, recipe.wide
+            work = recipe.flops, recipe.moved, recipe.packed, held, recipe.besides, recipe.wide, recipe.group_elements
             self.work.count(self.ledger.path, *work)
         if operator.copies:
             self._count_crossing(args, result)
@@ -416,9 +419,16 @@ def _recipe(func: Any, operator: Operator, args: tuple[Any, ...], result: Any) -
     hidden = 0 if operator.hidden is None else operator.hidden(args, result)
     flops = 0 if operator.flops is None else operator.flops(args, result)
     besides = 0 if traces_cpu() else library_bytes(func, args, result, hidden)
-    wide = is_wide(func, args)
     return Recipe(
-        recipe, container, hidden, flops, argument_bytes(args, result), packed_weight_bytes(func, args), besides, wide
+        recipe,
+        container,
+        hidden,
+        flops,
+        moved=argument_bytes(args, result),
+        packed=packed_weight_bytes(func, args),
+        besides=besides,
+        wide=is_wide(func, args),
+        group_elements=group_elements(func, args),
     )
 
 

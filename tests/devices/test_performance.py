@@ -19,6 +19,7 @@ from sd_lowvram.devices.overhead import Overhead
 from sd_lowvram.devices.performance import PROFILES, Rates, profile
 from sd_lowvram.devices.this_machine import overhead_of, rates_of
 from sd_lowvram.errors import BadInputError
+from sd_lowvram.planning.stage_seconds import Work, call_seconds
 from sd_lowvram.tracing import trace
 from sd_lowvram.tracing.tracer import Figures
 
@@ -182,6 +183,28 @@ def test_wide_products_have_a_rate_of_their_own_in_16_bits_where_it_was_measured
     assert card.seconds(step, 2) == pytest.approx(2.0) and card.seconds(step, 4) == pytest.approx(10.0)
     assert dataclasses.replace(card, wide_flops=0.0).seconds(step, 2) == pytest.approx(5.0)
     assert {name for name, one in PROFILES.items() if one.wide_flops} == {"h100", "h200"}
+
+
+def test_a_group_of_a_norm_takes_its_time_however_fast_the_memory_is() -> None:
+    norm = dataclasses.replace(NOTHING, moved_bytes=10**9, group_elements=10**6)
+    card = dataclasses.replace(PROFILES["t4"], bandwidth=1e12, group_seconds=1e-9)
+    assert card.seconds(norm, 2) == pytest.approx(2e-3)
+    assert dataclasses.replace(card, group_seconds=0.0).seconds(norm, 2) == pytest.approx(1e-3)
+
+
+def test_an_operator_of_strips_takes_less_host_time_where_it_was_measured() -> None:
+    decode = dataclasses.replace(NOTHING, operators=10_000, copied_bytes=10**6)
+    card = PROFILES["h100"]
+    whole, strips = (call_seconds(Work(decode, 2, in_strips), card) for in_strips in (False, True))
+    assert whole == pytest.approx(10_000 * card.launch_seconds, rel=1e-3)
+    assert strips == pytest.approx(card.strip_launches * whole, rel=1e-3) and strips < whole
+
+
+def test_copies_of_maps_hide_behind_launches() -> None:
+    card = PROFILES["rtx2070"]
+    launching = 10_000 * card.launch_seconds
+    parked = dataclasses.replace(NOTHING, operators=10_000, copied_bytes=int(0.1 * launching * card.copy_bandwidth))
+    assert card.seconds(parked, 2) == pytest.approx(launching, rel=1e-3)
 
 
 def test_launches_hide_behind_the_arithmetic_of_large_pictures() -> None:

@@ -374,6 +374,13 @@ def test_operations_of_transformers_are_told_apart(run, inputs, wide):
 
 
 @torch.no_grad()
+def test_elements_of_a_groups_norm_are_counted_once_for_all_groups_and_pictures():
+    model = nn.Sequential(nn.GroupNorm(4, 8), nn.SiLU(), nn.GroupNorm(2, 8), nn.LayerNorm(6))
+    traced = trace(model, torch.empty(3, 8, 5, 6, device="meta"))
+    assert traced.group_elements == sum(span.group_elements for span in traced.spans) == (2 + 4) * 5 * 6
+
+
+@torch.no_grad()
 def test_shared_weights_count_once():
     layer = nn.Linear(K, K, bias=False)
     pair = nn.ModuleList([layer, nn.Linear(K, K, bias=False), layer])
