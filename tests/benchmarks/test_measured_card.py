@@ -189,9 +189,8 @@ def test_measured_steps_are_those_of_the_files() -> None:
 def test_predicted_steps_and_decodes_are_near_the_measured_ones() -> None:
     far = {(one["model"], one["side"], one["way"]) for one in BESIDE if abs(one["ratio"] - 1) > WITHIN}
     assert far <= {("sd15", 1024, "25 %")}  # three equal rows but for the share took 70, 71 and 92 ms
-    assert f"{len(FITTED)} of these {len(BESIDE)} figures" in (ROOT / "docs/measurements.md").read_text(
-        encoding="utf-8"
-    )
+    page = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
+    assert f"{len(FITTED)} of these {len(BESIDE)} figures" in page
 
 
 def test_no_other_named_card_gains_by_what_was_not_measured_on_one() -> None:
