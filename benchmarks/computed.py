@@ -23,7 +23,7 @@ TABLES = {
     "cards_sdxl": "cards --model sdxl",
     "h100_steps": "h100-steps",
     "todays_models": "todays-models",
-    "todays_models_rtx2060": "todays-models --gpu rtx2060 --vram 6GB",
+    "todays_models_laptop": "todays-models --gpu rtx3050-laptop --vram 4GB --ram 16GB",
     "published": "published",
     "schedule": "schedule" + "".join(f" --gpu {card}" for card in _STREAMED),
     "todays_memory": "todays-memory",

@@ -58,7 +58,8 @@ def _planned(card: str, vram: int, ram: int, model: str, side: int) -> dict[str,
     try:
         plan = make_plan(anatomy, request, Settings())
     except BudgetError as error:
-        return {"needed_bytes": error.needed_bytes, "plan_seconds": time.process_time() - began}
+        needed = {"needed_bytes": error.needed_bytes, "limit": error.limit}
+        return needed | {"plan_seconds": time.process_time() - began}
     denoise = [stage for stage in plan.stages if stage.name == "denoise"]
     seconds = sum(stage.seconds for stage in denoise)
     record = anatomy.rehearsal
@@ -113,13 +114,17 @@ def _gib(name: str) -> Callable[[Row], str]:
     return lambda row: f"{row[name] / GIB:.2f}" if name in row else ""
 
 
+def _needed(row: Row) -> str:
+    return f"needs {row['needed_bytes'] / GIB:.2f}" + (" of RAM" if row.get("limit") == "ram" else "")
+
+
 def _calls(row: Row) -> str:
     return f"{row['calls']}" + (f", of {row['passes']} rows" if row["passes"] > 1 else "")
 
 
 _COLUMNS: Columns = (
     ("model", "`{model}`"),
-    ("GiB of the card", lambda row: _gib("card_bytes")(row) or f"needs {row['needed_bytes'] / GIB:.2f}"),
+    ("GiB of the card", lambda row: _gib("card_bytes")(row) or _needed(row)),
     ("least", _gib("least_bytes")),
     ("GiB of host memory", _gib("host_bytes")),
     ("seconds a step", lambda row: f"{row['seconds']:.1f}" if "seconds" in row else ""),

@@ -63,7 +63,7 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "simulated/simulated-gpu": lambda values: _on_card("bench").lines(values),
     "todays_memory": todays_memory.lines,
     "todays_models": todays_models.lines,
-    "todays_models_rtx2060": todays_models.lines,
+    "todays_models_laptop": todays_models.lines,
     "vae": vae.lines,
     "vae_flux": vae.lines,
     "vae_qwen_image": vae.lines,
