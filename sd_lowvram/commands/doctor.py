@@ -115,6 +115,8 @@ def _calibration(measured: dict[str, Any]) -> Any:
     table.add_row("its convolutions, copied to channels last", f"{rates['reordering'] / 1e9:.3g} GB/s")
     if rates["packing"]:
         table.add_row("weights, copied into the kernels' order", f"{rates['packing'] / 1e9:.3g} GB/s")
+    if rates["group_seconds"]:
+        table.add_row("an element of a group in GroupNorm", f"{rates['group_seconds'] * 1e9:.3g} ns")
     table.add_row("starting an operation", f"{rates['launch_seconds'] * 1e6:.3g} us")
     for name, ratio in measured["kernels"].items():
         table.add_row(name, f"{ratio:.2f} times as fast as torch's operators")

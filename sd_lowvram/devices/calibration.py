@@ -62,12 +62,13 @@ def calibrate(device: torch.device) -> Rates:
     with torch.inference_mode():
         single = _matrix_rate(device, torch.float32, small=False)
         reading, reordering = reading_rates(device)
+        bandwidth = _addition_rate(device)
         rates = Rates(
             name=THIS,
             title="this CPU" if on_cpu else _title(device),
             half_flops=_matrix_rate(device, torch.bfloat16 if on_cpu else torch.float16, small=on_cpu),
             float_flops=single,
-            bandwidth=_addition_rate(device),
+            bandwidth=bandwidth,
             copy_bandwidth=copy_rate(device),
             launch_seconds=_operator_seconds(device, single),
             packing=_packing_rate(device, single) if on_cpu else 0.0,
@@ -78,6 +79,7 @@ def calibrate(device: torch.device) -> Rates:
             reading=reading,
             reordering=reordering,
             bf16=device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE,
+            group_seconds=0.0 if on_cpu else _group_seconds(device, bandwidth),
         )
     return dataclasses.replace(rates, source=_source(shared()))
 
@@ -223,6 +225,17 @@ def _packing_rate(device: torch.device, flops_a_second: float) -> float:
 def _addition_rate(device: torch.device) -> float:
     data = torch.zeros(1 << 24, device=device)
     return 2 * data.nbytes / _seconds(lambda: data.add_(1.0), device)
+
+
+def _group_seconds(device: torch.device, bandwidth: float) -> float:
+    """Seconds in which torch's GroupNorm reads an element of a group, beyond the time of its bytes.
+
+    Source: the map of a decoder that :mod:`sd_lowvram.kernels.triton.measure` compares kernels on.
+    """
+    groups = 32
+    data = torch.zeros(1, 128, 512, 512, device=device, dtype=torch.float16)
+    seconds = _seconds(lambda: functional.group_norm(data, groups), device)
+    return max(0.0, seconds - 2 * data.nbytes / bandwidth) / (data.numel() // groups)
 
 
 def copy_rate(device: torch.device) -> float:

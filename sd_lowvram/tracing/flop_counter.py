@@ -128,7 +128,7 @@ def group_elements(func: Any, args: Any) -> int:
     """Elements in one group of torch's GroupNorm; 0 for other operators."""
     if func is not aten.native_group_norm.default:
         return 0
-    return int(args[0].numel()) // max(1, args[3] * args[6])
+    return int(args[0].numel()) // max(1, int(args[3]) * int(args[6]))
 
 
 def is_wide(func: Any, args: Any) -> bool:
