@@ -12,6 +12,7 @@ from sd_lowvram.checkpoints.architectures import NAMES
 from sd_lowvram.commands.one_line import OneLine
 from sd_lowvram.commands.streams import tell
 from sd_lowvram.commands.values import check_count, check_names, check_run, check_side
+from sd_lowvram.errors import BadInputError
 from sd_lowvram.policies import POLICIES
 from sd_lowvram.units import parse_size
 
@@ -44,8 +45,8 @@ Pairs = Annotated[int, typer.Option(help="Calls of each side.")]
 
 
 def peers(
-    size: Size = 256,
-    steps: Annotated[int, typer.Option(help="Denoising steps of a picture.")] = 8,
+    size: Annotated[int | None, typer.Option(help="Side of the square picture in pixels; left out: 256.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps of a picture; left out: 8.")] = None,
     card: Annotated[
         bool,
         typer.Option(
@@ -54,8 +55,13 @@ def peers(
     ] = False,
 ) -> dict[str, Any]:
     """diffusers' own ways to save memory next to ours: seconds, peaks by the same counters, and the picture."""
-    check_run(size, size, steps, 1, None, None)
-    return {"card": True} if card else {"size": size, "steps": steps}
+    if card:
+        if size or steps:
+            raise BadInputError("--size and --steps are those of the table: leave them out with --card")
+        return {"card": True}
+    side, number = size or 256, steps or 8
+    check_run(side, side, number, 1, None, None)
+    return {"size": side, "steps": number}
 
 
 def cards(

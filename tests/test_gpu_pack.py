@@ -60,7 +60,7 @@ def test_all_that_is_imported_is_wanted(gpu_pack: ModuleType) -> None:
     environment = gpu_pack.target(f"3.{sys.version_info.minor}")
     carried = {*gpu_pack.WANTED, *gpu_pack.brought_by(["torch"], environment)}
     carried |= {"xformers"}  # a backend where it is installed
-    carried |= {"mmgp", "diffusers-dynamic-offloader", "aircanvas"}  # peers: installed by hand where they are measured
+    carried |= {"mmgp", "diffusers-dynamic-offloader", "aircanvas"}  # peers: installed manually where they are measured
     names = importlib.metadata.packages_distributions()
     for file in files:
         for module in imported(file) - own - set(sys.stdlib_module_names):

@@ -169,6 +169,8 @@ _H100_GROUP = (1.02e-3 - 128 * MIB / 2728e9) / 2**20
 _H100_STRIP = 0.53
 """Launches of an operator in strips: between those of SDXL's decode at 1024x1024 in 41,517 operators, 826 ms, and of
 SD1.5's at 2048x2048 in 130,347, 3,197 ms."""
+CALIBRATED_STRIP = _H100_STRIP * _H100_LAUNCH / 27.4e-6
+"""The same in the launches that calibration measured there."""
 
 _HOPPER = {
     "group_norm, denoise, contiguous_format": 0.547,

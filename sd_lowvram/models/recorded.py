@@ -147,25 +147,25 @@ def given_bytes(tree: Any) -> int:
 _SIZED = (Tensor, Given)
 
 
-def larger_tensors(given: Any, planned: Any, name: str = "") -> Iterator[tuple[str, int, int]]:
-    """Yield each tensor of ``given`` that has more bytes than the one in its place in ``planned``: name, both bytes.
+def larger_tensors(call: Any, planned: Any, name: str = "") -> Iterator[tuple[str, int, int]]:
+    """Yield each tensor of ``call`` that has more bytes than the one in its place in ``planned``: name, both bytes.
 
     Args:
-        given: arguments of a call; those of a few numbers, such as times, are left out.
-        planned: those of a recorded call.
-        name: of ``given``.
+        call: arguments of a call; tensors of a few numbers, such as times, are left out.
+        planned: arguments of a recorded call.
+        name: name of the argument.
     """
-    if isinstance(given, _SIZED):
-        size, most = given_bytes(given), given_bytes(planned) if isinstance(planned, _SIZED) else 0
+    if isinstance(call, _SIZED):
+        size, most = given_bytes(call), given_bytes(planned) if isinstance(planned, _SIZED) else 0
         if size > max(most, _SMALL):
             yield name, size, most
-    elif isinstance(given, dict):
+    elif isinstance(call, dict):
         named = planned if isinstance(planned, dict) else {}
-        for key, value in given.items():
+        for key, value in call.items():
             yield from larger_tensors(value, named.get(key), str(key))
-    elif isinstance(given, (list, tuple)):
-        places = planned[: len(given)] if isinstance(planned, (list, tuple)) else ()
-        for value, place in itertools.zip_longest(given, places):
+    elif isinstance(call, (list, tuple)):
+        places = planned[: len(call)] if isinstance(planned, (list, tuple)) else ()
+        for value, place in itertools.zip_longest(call, places):
             yield from larger_tensors(value, place, name)
 
 
@@ -217,8 +217,8 @@ class Rehearsal:
         """Number of calls of each of ``rows`` on average, at least 1; 0 if it is unknown."""
         if self.why:
             return 0
-        alike = list(rows)
-        return max(1, round(sum(row in alike for row in self.calls) / max(1, len(alike))))
+        counted = list(rows)
+        return max(1, round(sum(row in counted for row in self.calls) / max(1, len(counted))))
 
     @property
     def size(self) -> tuple[int, int] | None:
@@ -230,20 +230,24 @@ class Rehearsal:
         """Return True if a model's stage is planned when it is called first."""
         return component in self.waiting and stage != "encode"
 
-    def add_larger(self, larger: Row) -> Rehearsal:
+    def add_larger(self, larger: Row, by_name: Callable[[Any, Any], Any] = lambda *both: both) -> Rehearsal:
         """Return a record that has ``larger`` too, a call with a larger tensor than each of its model's rows.
 
         Args:
-            larger: the call; what is held next to it grows as its arguments do. It replaces the rows that are nowhere
-                larger, and counts as one call more if there are none.
+            larger: the call. Tensors that are held next to it grow as its arguments do. Rows that are nowhere larger
+                are replaced; without such rows the call is appended.
+            by_name: function that sorts positional and keyword arguments in the same way for each call.
         """
-        alike = [row for row in self.rows if (row.component, row.path, row.method) == larger.key[:3]]
-        if not alike:
+        same_method = [row for row in self.rows if (row.component, row.path, row.method) == larger.key[:3]]
+        if not same_method:
             most = max((row.held_bytes for row in self.rows), default=0)
             larger = replace(larger, held=(Given((most,), torch.uint8),))
             return replace(self, rows=(*self.rows, larger), order=(*self.order, len(self.rows)))
-        least = max(alike, key=lambda row: row.given_bytes)
-        growth = max(1.0, larger.given_bytes / max(1, least.given_bytes))
+        least = max(same_method, key=lambda row: row.given_bytes)
+        arguments = by_name(larger.args, larger.kwargs)
+        grown = larger_tensors(arguments, by_name(least.args, least.kwargs))
+        ratios = [size / planned for _, size, planned in grown if planned]
+        growth = max(1.0, larger.given_bytes / max(1, least.given_bytes), *ratios)
         more = Given((math.ceil(least.held_bytes * (growth - 1)),), torch.uint8)
         larger = replace(
             larger,
@@ -252,11 +256,12 @@ class Rehearsal:
             output_bytes=math.ceil(least.output_bytes * growth),
             after_bytes=math.ceil(least.after_bytes * growth),
         )
-        arguments = larger.args, larger.kwargs
-        covered = [row for row in alike if not any(larger_tensors((row.args, row.kwargs), arguments))]
+        covered = [row for row in same_method if not any(larger_tensors(by_name(row.args, row.kwargs), arguments))]
         if not covered:
             return replace(self, rows=(*self.rows, larger), order=(*self.order, len(self.rows)))
-        return replace(self, rows=tuple(larger if row in covered else row for row in self.rows))
+        replaced = [larger if row in covered else row for row in self.rows]
+        rows = tuple(dict.fromkeys(replaced))
+        return replace(self, rows=rows, order=tuple(rows.index(replaced[number]) for number in self.order))
 
 
 def steps_of(order: list[str], repeated: Callable[[str], bool]) -> tuple[tuple[str, ...], ...]:

@@ -41,6 +41,13 @@ def test_calibration_measures_something_of_everything() -> None:
     assert 0 <= measured.launch_seconds < 0.01
 
 
+def test_group_norms_time_beyond_its_bytes_is_that_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    elements = 128 * 512 * 512
+    monkeypatch.setattr(calibration, "_seconds", lambda run, device: (run().sum(), 4 * elements / 1e12 + 1e-3)[1])
+    assert calibration._group_seconds(CPU, 1e12) == pytest.approx(1e-3 / (elements / 32))
+    assert calibration._group_seconds(CPU, 1e9) == 0.0
+
+
 def test_rates_tell_what_other_programs_took_meanwhile() -> None:
     """One that computes during the measurement; on a machine without any it is no more than measured here."""
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])

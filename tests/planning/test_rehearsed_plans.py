@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import types
 from typing import Any
 
 import families
@@ -11,10 +13,11 @@ import rehearsed
 import todays
 import torch
 from rehearsed import TwoExperts
-from torch import Tensor
+from torch import Tensor, nn
 
 import sd_lowvram
 from sd_lowvram.errors import BadInputError, BudgetError
+from sd_lowvram.models.recorded import Given, Rehearsal, row_of
 from sd_lowvram.planning import replan
 from sd_lowvram.planning.request import request_for
 from sd_lowvram.planning.stages import stages
@@ -116,6 +119,36 @@ def test_a_call_is_looked_at_once_for_its_shapes_and_types(monkeypatch: pytest.M
     assert call(*(arg.double() for arg in args), **kwargs) == "planned" and len(larger) == 1
     with pytest.raises(BudgetError, match=r"^early is called with words of 8 KiB, more than planned \(4 KiB\): too"):
         call(*(arg.double() for arg in args), **kwargs)
+
+
+class Guided(nn.Module):
+    def forward(self, x: Any, mask: Any = None, guide: Any = None) -> Any:
+        return x
+
+
+def test_arguments_are_compared_by_name() -> None:
+    model, x, records = Guided(), torch.zeros(64), list[Any]()
+    row = row_of("model", "", "forward", torch.float32, (x, x), {})
+    known: Any = types.SimpleNamespace(components={"model": model})
+    watch = replan._CallWatch(known, "model", "forward", known, Rehearsal((row,), (0, 0)), [row], False, records.append)
+    watch(model.forward, x, x)
+    watch(model.forward, x, mask=x)
+    assert not records
+    watch(model.forward, x, guide=x)  # the same shapes, and nothing is planned for a guide
+    assert len(records) == 1
+    watch(model.forward, x=x.double(), mask=x.double())
+    (larger,) = records[-1].rows  # in place of the row by position
+    assert records[-1].order == (0, 0) and larger.given_bytes == 2 * row.given_bytes
+
+
+def test_what_is_held_grows_with_the_tensor_that_is_larger() -> None:
+    x = torch.zeros(1000)
+    row = row_of("model", "", "forward", torch.float32, (x, x), {})
+    row = dataclasses.replace(row, held=(Given((100,), torch.uint8),))
+    longer = row_of("model", "", "forward", torch.float32, (x[:10], x.repeat(2)[:1900]), {})
+    assert longer.given_bytes < row.given_bytes
+    made = Rehearsal((row,), (0, 0)).add_larger(longer)
+    assert made.order == (0, 0, 1) and made.rows[-1].held_bytes == 190
 
 
 def test_a_call_that_is_larger_in_one_tensor_alone_is_planned_next_to_the_old_one() -> None:

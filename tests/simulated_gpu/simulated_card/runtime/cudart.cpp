@@ -44,8 +44,8 @@ struct Event {
   Stream *stream = nullptr;
   uint64_t ticket = 0;
   int asked = 0;
-  Graph *graph = nullptr;  // recorded while this was captured
-  int mark = 0;            // in that graph
+  int graph = -1;  // number of the graph that was captured meanwhile
+  int mark = 0;    // in that graph
   std::shared_ptr<Moment> moment = std::make_shared<Moment>();
 };
 struct Task {
@@ -203,9 +203,11 @@ void *mapped(size_t bytes, Type type) {
 
 size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-bool is_open(const Graph *graph) {
-  for (auto &known : streams) if (graph && known.second->capturing == graph) return true;
-  return false;
+// The graph of that number, while it is captured.
+Graph *open_graph(int number) {
+  for (auto &known : streams)
+    if (Graph *graph = known.second->capturing) if (graph->id == number) return graph;
+  return nullptr;
 }
 
 // True if the first branch comes after the work of all others.
@@ -492,8 +494,7 @@ int cudaStreamGetPriority(void *, int *priority) { *priority = 0; return 0; }
 int cudaStreamWaitEvent(void *handle, Event *event, unsigned) {
   LOCKED;
   Stream *stream = stream_of(handle);
-  Graph *graph = event->graph;
-  if (is_open(graph)) {  // the capture goes on in this stream too
+  if (Graph *graph = open_graph(event->graph)) {  // the capture goes on in this stream too
     if (stream->capturing && stream->capturing != graph) return spoils(graph, CAPTURE_MERGED);
     stream->capturing = graph;
     const int branch = branch_of(graph, stream);
@@ -521,7 +522,8 @@ int cudaEventDestroy(Event *event) { LOCKED; delete event; return 0; }
 int cudaEventRecord(Event *event, void *handle) {
   LOCKED;
   Stream *stream = stream_of(handle);
-  if (Graph *graph = event->graph = stream->capturing) {
+  event->graph = stream->capturing ? stream->capturing->id : -1;
+  if (Graph *graph = stream->capturing) {
     Task task{Task::MARKING};
     task.value = event->mark = graph->marks.size();
     graph->marks.push_back(graph->clocks[branch_of(graph, stream)]);
@@ -542,7 +544,7 @@ int cudaEventRecord(Event *event, void *handle) {
 int cudaEventRecordWithFlags(Event *event, void *handle, unsigned) { return cudaEventRecord(event, handle); }
 int cudaEventSynchronize(Event *event) {
   LOCKED;
-  if (is_open(event->graph)) return failed(CAPTURE_FORBIDS);
+  if (open_graph(event->graph)) return failed(CAPTURE_FORBIDS);
   if (!event->recorded) return 0;
   run_until(event->stream, event->ticket);
   note(EVENT_SYNC, HOST, event->id);
@@ -572,7 +574,7 @@ int cudaLaunchHostFunc(void *handle, void (*call)(void *), void *argument) {
   return 0;
 }
 
-// ---- stream capture: what streams are asked becomes a list. A launch asks a stream of its own for each stream that was
+// ---- stream capture: the requests of streams become a list. A launch asks a stream of its own for each stream that was
 // captured, and orders them by the events that were recorded and waited for
 
 int cudaStreamBeginCapture(void *handle, int) {
@@ -586,9 +588,10 @@ int cudaStreamBeginCapture(void *handle, int) {
 int cudaStreamEndCapture(void *handle, Graph **graph) {
   LOCKED;
   Stream *stream = stream_of(handle);
+  *graph = nullptr;
+  if (!stream->capturing) return failed(INVALID_VALUE);
+  if (stream->capturing->branches[0] != stream) return spoils(stream->capturing, CAPTURE_UNMATCHED);
   *graph = stream->capturing;
-  if (!*graph) return failed(INVALID_VALUE);
-  if ((*graph)->branches[0] != stream) return spoils(*graph, CAPTURE_UNMATCHED);
   for (auto &known : streams) if (known.second->capturing == *graph) known.second->capturing = nullptr;
   const int error = (*graph)->spoilt ? CAPTURE_SPOILT : is_joined(*graph) ? 0 : CAPTURE_UNJOINED;
   if (!error) return 0;
