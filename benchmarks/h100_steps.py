@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from sd_lowvram.checkpoints.architectures import architecture, build_components
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.planning.as_others import request_by
@@ -20,6 +19,7 @@ from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB, MIB
 from sd_lowvram.weights import weight_bytes
 
+from .models import random_vae
 from .tables import Row, Sheet, filled
 
 _STEPS = 20
@@ -62,7 +62,7 @@ _STRIPS = Settings(
 @functools.lru_cache(1)
 def _anatomy(model: str, decodes: bool) -> Anatomy:
     if decodes:  # the autoencoder alone, in fp16 for SDXL too
-        return anatomy_of(build_components(architecture(model), torch.float16, "meta", only=("vae",))["vae"], None)
+        return anatomy_of(random_vae(model, torch.float16, "meta"), None)
     return meta_anatomy(model, torch.float16 if model == "sd15" else torch.bfloat16)
 
 
@@ -77,7 +77,7 @@ def _row(model: str, side: int, way: str) -> Row:
     stated: dict[str, Any] = {"width": side, "height": side, "steps": _STEPS, "ram": 64 * GIB}
     stated["vram"] = int(way.split(maxsplit=1)[0]) * GIB if way.endswith("GiB") else 72 * GIB
     anatomy = _anatomy(model, "decode" in way)
-    plan = PlanSearch(anatomy, request_by("ours", anatomy, gpu="h100", **stated), _knobs(model, way), False).fastest()
+    plan = PlanSearch(anatomy, request_by("ours", anatomy, gpu="h100", **stated), knobs(model, way), False).fastest()
     assert plan is not None
     component = anatomy.autoencoder if "decode" in way else anatomy.denoiser
     stage = next(stage for stage in plan.stages if stage.component == component and stage.name != "encode")
@@ -85,11 +85,12 @@ def _row(model: str, side: int, way: str) -> Row:
     return {"measured": list(measured), "predicted": predicted, "ratio": predicted / statistics.median(measured)}
 
 
-def _knobs(model: str, way: str) -> Settings:
+def knobs(model: str, way: str) -> Settings:
+    """Settings that are fixed in a row of :data:`MEASURED`."""
     if way.endswith("strips"):
         return _STRIPS
     if way.startswith("all"):
-        fused = {"vae_fused_kernels": False} if way.endswith("decode") else {}
+        fused: dict[str, Any] = {"vae_fused_kernels": False} if way.endswith("decode") else {}
         return Settings(offload="none", cuda_graphs=way.endswith("graphs"), **fused)
     if way.endswith("%"):
         weights = weight_bytes(_anatomy(model, False).components["unet"])

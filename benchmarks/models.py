@@ -108,6 +108,11 @@ def _tokenizers(config: dict[str, Any]) -> dict[str, Any]:
         return {name: CLIPTokenizer.from_pretrained(Path(folder) / name) for name in names}
 
 
+def random_vae(model: str, dtype: torch.dtype, device: str) -> Any:
+    """The autoencoder of a model alone, with random weights that are drawn on ``device``."""
+    return build_components(architecture(model), dtype, device, only=("vae",))["vae"]
+
+
 def embeddings(pipe: Any, device: torch.device) -> dict[str, torch.Tensor]:
     """Stand-ins for an encoded prompt and its negative: a run with them needs no text encoder."""
     noise = torch.Generator().manual_seed(0)

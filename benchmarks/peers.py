@@ -24,10 +24,10 @@ from sd_lowvram.session import attached
 
 from . import peers_on_card
 from .models import demo_pipeline, least_budget
+from .peers_on_card import PLAIN
 from .tables import BUSY, Report, Row, Sheet, eight_bits, facts, figure, filled, mib, trusted
 from .trial import measure
 
-PLAIN = "diffusers"
 _RUNS = 3
 _STATUS = Path("/proc/self/status")
 

@@ -278,7 +278,7 @@ def mib(name: str, form: str = "{:.0f}", unknown: str = "") -> Callable[[Row], s
 
 def ms(name: str) -> Callable[[Row], str]:
     """A cell: the seconds of that name in milliseconds, empty where none were measured."""
-    return lambda row: milliseconds(row[name])[0]
+    return lambda row: milliseconds(row.get(name))[0]
 
 
 def yes(name: str, no: str = "**no**") -> Callable[[Row], str]:

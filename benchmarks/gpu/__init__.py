@@ -24,7 +24,20 @@ from sd_lowvram.devices.this_machine import rates_of
 from sd_lowvram.errors import BadInputError, OutputError
 
 from ..tables import commit, commit_words
-from . import attention, calibration, correctness, kernels, peaks, sizes, streaming, suite, todays, workspaces
+from . import (
+    attention,
+    calibration,
+    correctness,
+    decodes,
+    kernels,
+    peaks,
+    peers,
+    sizes,
+    streaming,
+    suite,
+    todays,
+    workspaces,
+)
 from .record import ResultRows
 
 
@@ -50,10 +63,12 @@ PARTS = {
     "attention": GpuPart(attention, 390.0),
     "streaming": GpuPart(streaming, 540.0),
     "todays": GpuPart(todays, 270.0),
+    "decodes": GpuPart(decodes, 60.0),
+    "peers": GpuPart(peers, 180.0),
     "max-size": GpuPart(sizes, 540.0),
 }
-"""Parts in the order of their dependencies, then of their value if time is short: an hour in all. Neighbours make pairs
-of nine minutes, as docs/gpu.md says."""
+"""Parts in the order of their dependencies, then of their value if time is short: 63 minutes in all. Neighbours
+share commands of nine minutes, as docs/gpu.md says."""
 
 
 def run(

@@ -24,6 +24,11 @@ from .record import Case, ResultRows
 
 SHARES = (100, 50, 25, 10)
 """Per cent of the UNet's weight bytes that are on the device, ring included."""
+LIMITED = "ours, limited"
+"""Ours under a budget that just holds its settings, to which torch's allocator is limited."""
+_OURS = "ours", LIMITED
+_SLACK = 32 * MIB
+"""More than a run may hold beyond its plan, so that no leaner one takes its place."""
 _RECORDED = ", recorded streams"
 """Suffix of diffusers' ways with ``record_stream``: the host does not wait, and memory is freed later."""
 BASELINES = (
@@ -45,12 +50,16 @@ _PLENTY = "1000 TB"
 def run(device: torch.device, record: ResultRows) -> None:
     """Add for each model a row for every way, ours again at the device bytes of diffusers' ways, and simulated steps.
 
-    One at a time, as their times are compared; those of a model share a process, unless one leaves something behind.
+    Ours of all models come first. One at a time, as their times are compared; those of a model share a process, unless
+    one leaves something behind.
     """
-    for model, side in progress.report_each("streaming", TASKS):
-        task = {"model": model, "side": side}
-        ways = [{"way": "ours", "share": share} for share in SHARES] + [{"way": way} for way in BASELINES]
-        record.fill([task | way for way in ways], trial_steps, device=str(device))
+    tasks: list[Case] = [{"model": model, "side": side} for model, side in TASKS]
+    ways = _OURS if device.type == "cuda" else _OURS[:1]
+    for task in tasks:
+        ours = [task | {"way": way, "share": share} for share in SHARES for way in ways]
+        record.fill(ours, trial_steps, device=str(device))
+    for task in progress.report_each("streaming", tasks):
+        record.fill([task | {"way": way} for way in BASELINES], trial_steps, device=str(device))
         record.fill([task | way for way in _instead(record, task)], trial_steps, device=str(device))
         simulated = [task | {"way": "simulated", "share": share} for share in SHARES[1:]]
         record.fill(simulated, trial_units, device=str(device))
@@ -78,7 +87,7 @@ def claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             fair = row["peak_bytes"] <= theirs["peak_bytes"]
             claim = f"at the device bytes of {row['instead_of']}, {least:g} times as fast or more"
             yield {"claim": claim, "figure": ratio, "holds": fair and ratio >= least, "same_bytes": fair}
-    simulated = _simulated(rows)
+    simulated = _by_share(rows, "simulated")
     for row in rows:
         if row["way"] == "ours" and row.get("share") in simulated:
             ratio = row["step_seconds"] / simulated[row["share"]]
@@ -86,9 +95,10 @@ def claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {"claim": claim, "figure": ratio, "holds": abs(ratio - 1) <= _SIMULATED}
 
 
-def _simulated(rows: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """The simulated seconds of a step, by the share of the weights on the device."""
-    return {row["share"]: row["step_seconds"] for row in rows if row["way"] == "simulated" and "step_seconds" in row}
+def _by_share(rows: Sequence[dict[str, Any]], way: str) -> dict[int, float]:
+    """Seconds of a step of ``way``, by the share of the weights on the device."""
+    own = (row for row in rows if row["way"] == way and "share" in row and "step_seconds" in row)
+    return {row["share"]: row["step_seconds"] for row in own}
 
 
 def trial_steps(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -102,12 +112,12 @@ def trial_steps(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     where = torch.device(device)
     pipe = None
     for case in cases:
-        if pipe is None or case["way"] != "ours":
+        if pipe is None or case["way"] not in _OURS:
             pipe = None  # what was there goes before the next is drawn
             held_on(where)
             pipe = random_denoiser(case["model"], where)
         yield _steps(pipe, where, case)
-        if case["way"] == "ours":
+        if case["way"] in _OURS:
             restore(pipe)
         else:
             pipe = None
@@ -121,7 +131,7 @@ def _steps(pipe: Any, where: torch.device, case: Case) -> dict[str, Any]:
 
     side, weights = case["side"], weight_bytes(pipe.unet)
     settings: dict[str, Any] = {}
-    if case["way"] == "ours":
+    if case["way"] in _OURS:
         room = case["room_mib"] if "room_mib" in case else max(1, weights * case["share"] // 100 // MIB)
         settings = {"offload": "none"} if case.get("share") == 100 else {"offload": "blocks", "weights_mib": room}
     try:
@@ -157,10 +167,14 @@ def measured_steps(pipe: Any, where: torch.device, given: dict[str, Any], side: 
 
 def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[str, Any]) -> None:
     """Place the weights as ``way`` says."""
-    if way == "ours":
+    if way in _OURS:
         from sd_lowvram import Settings, optimize
 
-        optimize(pipe, vram=_PLENTY, width=side, height=side, device=device, settings=Settings(**settings))
+        asked: dict[str, Any] = {"width": side, "height": side, "device": device}
+        chosen = optimize(pipe, vram=_PLENTY, settings=Settings(**settings), **asked)
+        if way == LIMITED:
+            held = chosen.predicted.reserved_bytes + chosen.predicted.overhead_bytes
+            optimize(pipe, vram=f"{held + _SLACK} b", settings=chosen.settings, **asked)
         return
     if way == "resident":
         pipe.to(device)
@@ -279,14 +293,19 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         own = [row for row in rows if (row["model"], row["side"]) == (model, side)]
         judged = list(claims(own))
         resident = next((row.get("step_seconds") for row in own if row["way"] == "resident"), None)
-        shares = [
-            f"{row['share']} % {row['step_seconds'] / resident:.2f}"
-            for row in own
-            if resident and row["way"] == "ours" and row.get("share") and "step_seconds" in row
-        ]
+        ours, limited = (_by_share(own, way) for way in _OURS)
         told = f"{sum(claim['holds'] for claim in judged)} of {len(judged)} claims hold"
-        beside = f", a step by the share on the device over the resident one: {', '.join(shares)}" if shares else ""
-        yield f"{model} at {side}: {told}{beside}"
+        if resident and ours:
+            whole = dict.fromkeys(ours, resident)
+            told += f", a step by the share on the device over the resident one: {_over(ours, whole)}"
+        if limited:
+            told += f", limited to its bytes over not limited: {_over(limited, ours)}"
+        yield f"{model} at {side}: {told}"
+
+
+def _over(seconds: dict[int, float], plain: dict[int, float]) -> str:
+    """Ratios of steps by the share of the weights on the device."""
+    return ", ".join(f"{share} % {one / plain[share]:.2f}" for share, one in seconds.items() if share in plain)
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:
@@ -299,9 +318,11 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
         yield "call of the UNet returned, Python's and torch's work and what they waited for; *device*: between the"
         yield "events around that call, gaps included: where both are as long, the device waited for the host. *Peak*:"
         yield "of torch's allocator, all that is on the device. *Simulated*: from measured block times and copy rate."
+        if _by_share(rows, LIMITED):
+            yield "*Limited*: the same settings, and torch's allocator is limited to a budget that just holds them."
         yield ""
         resident = next((row.get("step_seconds") for row in rows if row["way"] == "resident"), None)
-        simulated = _simulated(rows)
+        simulated = _by_share(rows, "simulated")
         yield from table(_HEADS, (_cells(row, resident, simulated) for row in rows if row["way"] != "simulated"))
         for row in rows:
             if row["way"] == "simulated" and "error" in row:

@@ -21,7 +21,8 @@ from .streaming import denoise
 MODELS = "z-image-turbo", "flux1-dev"
 SIDE = 1024
 VRAM = 4 * GIB
-_STEPS, _WARM = 6, 2
+_STEPS, TIMED = 6, 4
+"""Steps of a run, and how many of them are timed, at its end."""
 _PLENTY = "1000 TB"
 
 
@@ -41,11 +42,11 @@ def trial_todays(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]
         guided = given.get("guidance_scale") != 0
         sizes: dict[str, Any] = {"width": case["side"], "height": case["side"], "guided": guided, "device": where}
         optimize(pipe, vram=_PLENTY, settings=Settings(offload="none"), **sizes)
-        wanted, resident = _latents(pipe, given, case["side"])
+        wanted, resident = final_latents(pipe, given, case["side"])
         restore(pipe)
         held_on(where)
         row = peak_of(pipe, given, case["vram"], {**sizes, "steps": _STEPS}, _STEPS)
-        found, step = _latents(pipe, given, case["side"])
+        found, step = final_latents(pipe, given, case["side"])
         yield row | {
             "same_bits": torch.equal(found, wanted),
             "off": float((found.double() - wanted.double()).norm() / wanted.double().norm()),
@@ -55,12 +56,12 @@ def trial_todays(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]
         restore(pipe)
 
 
-def _latents(pipe: Any, given: dict[str, Any], side: int) -> tuple[Tensor, float]:
+def final_latents(pipe: Any, given: dict[str, Any], side: int) -> tuple[Tensor, float]:
     """Final latents of a run, in host memory, and median seconds of a step, after a run that showed the order."""
     made: list[Tensor] = []
     denoise(pipe, given, side, 2)
     times = denoise(pipe, given, side, _STEPS, made)
-    return made[-1].cpu(), statistics.median(times[_WARM:])
+    return made[-1].cpu(), statistics.median(times[-TIMED:])
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

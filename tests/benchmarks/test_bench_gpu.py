@@ -16,11 +16,24 @@ from typing import Any
 import psutil
 import pytest
 import tiny
+import todays
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import gpu, models, trial
-from benchmarks.gpu import attention, calibration, correctness, kernels, peaks, sizes, streaming, suite, workspaces
+from benchmarks import gpu, models, peers_on_card, trial
+from benchmarks.gpu import (
+    attention,
+    calibration,
+    correctness,
+    decodes,
+    kernels,
+    peaks,
+    peers,
+    sizes,
+    streaming,
+    suite,
+    workspaces,
+)
 from sd_lowvram.errors import BadInputError, OutputError
 from sd_lowvram.kernels.attention.registry import BACKENDS
 from sd_lowvram.units import GIB, MIB
@@ -34,6 +47,7 @@ def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "architecture", lambda name: tiny.config("sd15"))
     monkeypatch.setattr(peaks, "SHAPES", [("tiny", 64)])
     monkeypatch.setattr(streaming, "TASKS", [("tiny", 64)])
+    monkeypatch.setattr(decodes, "PICTURES", [("tiny", 64)])
     monkeypatch.setattr(attention, "LATENTS", [8])
     monkeypatch.setattr(workspaces, "SHAPES", [(2, 8, 4, 16)])
     monkeypatch.setattr(workspaces, "FRAMES", [(8, 4, 16)])
@@ -90,6 +104,42 @@ def test_streaming(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert set(simulated) == {50, 25, 10} and all(seconds > 0 for seconds in simulated.values())
     assert {claim["claim"][:4] for claim in streaming.claims(rows)} == {"50 %", "25 %", "10 %"}
     assert "| ours | 25 % |" in text
+
+
+@pytest.mark.slow(4)
+def test_decodes(at_once: None, tmp_path: Path) -> None:
+    """The same settings as those that were measured on an H100, by the same names."""
+    rows, text = run("decodes", tmp_path)
+    whole, strips = rows
+    assert whole["same_bits"] and 0 < strips["most"] < 1e-4
+    assert all(0 < row["host_seconds"] == row["second_seconds"] and row["predicted_seconds"] > 0 for row in rows)
+    assert "| tiny | 64x64 | all, decode |" in text and "| tiny | 64x64 | decode in strips |" in text
+
+
+@pytest.mark.slow(12)
+def test_peers(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours and what stays on the device run on a CPU; what is not installed is told of once, and tried when it is."""
+    installed: set[str] = set()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name in installed else None)
+    monkeypatch.setattr(peers_on_card, "_CARD", CPU)
+    short = (peers_on_card.PLAIN, *peers.OURS, "diffusers, groups by leaf, stream"), ("mmgp 3.8.2, 200 MB",)
+    small = {"MODELS": ("tiny", "other"), "SIDE": 64, "ROUNDS": short, "random_transformer": todays.with_embeddings}
+    for name, value in small.items():
+        monkeypatch.setattr(peers, name, value)
+    rows, text = run("peers", tmp_path)
+    ran = [row for row in rows if "step_seconds" in row]
+    assert [row["name"] for row in ran] == 2 * [peers_on_card.PLAIN, *peers.OURS]
+    assert all(row["same_bits"] and row["step_seconds"] >= row["host_seconds"] > 0 for row in ran)
+    assert "streams" in next(row["error"] for row in rows if row["name"] == "diffusers, groups by leaf, stream")
+    assert text.count("| mmgp 3.8.2, 200 MB | not installed |") == 1
+    assert "**not run here**: mmgp 3.8.2, 200 MB; diffusers-dynamic-offloader" in text
+    monkeypatch.setitem(peers.THEIRS, "mmgp 3.8.2, 200 MB", lambda pipe: None)
+    installed.add("mmgp")
+    rows, text = run("peers", tmp_path)
+    assert [row["model"] for row in rows if row["name"].startswith("mmgp") and "step_seconds" in row] == [
+        "tiny",
+        "other",
+    ]
 
 
 def test_largest_pictures(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ from on_card import rates_here
 
 from benchmarks import gpu as bench
 from benchmarks import ladder, models, peers, peers_on_card, trial
-from benchmarks.gpu import attention, kernels, peaks, sizes, streaming, workspaces
+from benchmarks.gpu import attention, decodes, kernels, peaks, sizes, streaming, workspaces
+from benchmarks.gpu import peers as peers_part
 from benchmarks.gpu import todays as todays_part
 from sd_lowvram.checkpoints.architectures import architecture
 from sd_lowvram.devices import this_machine
@@ -41,6 +42,8 @@ def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         attention: {"LATENTS": [8], "_RUNS": 2},
         workspaces: {"SHAPES": [(2, 8, 4, 16)], "FRAMES": [(8, 4, 16)]},
         todays_part: {"MODELS": ("tiny",), "SIDE": 64, "random_transformer": todays.with_embeddings},
+        peers_part: {"MODELS": ("tiny",), "SIDE": 64, "random_transformer": todays.with_embeddings},
+        decodes: {"PICTURES": [("tiny", 64)]},
         sizes: {"_MODEL": "tiny", "_STEP": 64, "_LARGEST": 192, "CAPS": (64 * MIB,)},
     }.items():
         for name, value in values.items():
@@ -109,8 +112,17 @@ def test_every_part_ends_and_no_row_is_empty(
         assert not [row for row in rows if not row["within"] or not row["reserved_bytes"] >= row["measured_bytes"] > 0]
     if part == "streaming":
         assert not [row for row in rows if "error" in row]
-        assert {row["way"] for row in rows} == {"ours", "simulated", *streaming.BASELINES}
+        assert {row["way"] for row in rows} == {"ours", streaming.LIMITED, "simulated", *streaming.BASELINES}
+        assert "limited to its bytes over not limited: 100 %" in written.read_text()
         assert len([row for row in rows if "instead_of" in row]) == len(streaming.BASELINES) - 2
+    if part == "decodes":
+        whole, strips = rows
+        assert whole["same_bits"] and strips["most"] < 0.05 and strips["measured_bytes"] < whole["measured_bytes"]
+    if part == "peers":
+        assert {row["name"] for row in rows} == {name for names in peers_part.ROUNDS for name in names}
+        ran = {row["name"]: row for row in rows if "failed" not in row}
+        assert all(row["same_bits"] for row in ran.values()) and ran["diffusers"]["pinned_bytes"] == 0
+        assert ran["diffusers, groups by leaf, stream"]["pinned_bytes"] > 0
     if part == "calibration":
         assert [row["what"] for row in rows if row.get("measured")] == ["rates", "overhead", "kernels"]
     if part == "kernels":
