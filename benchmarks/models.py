@@ -109,8 +109,13 @@ def _tokenizers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_vae(model: str, dtype: torch.dtype, device: str) -> Any:
-    """The autoencoder of a model alone, with random weights that are drawn on ``device``."""
-    return build_components(architecture(model), dtype, device, only=("vae",))["vae"]
+    """The autoencoder of a model alone, with random weights that are drawn on ``device``.
+
+    They do not overflow, so that SDXL's is planned in ``dtype`` too.
+    """
+    vae: Any = build_components(architecture(model), dtype, device, only=("vae",))["vae"]
+    vae.register_to_config(force_upcast=False)
+    return vae
 
 
 def embeddings(pipe: Any, device: torch.device) -> dict[str, torch.Tensor]:

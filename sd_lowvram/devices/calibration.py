@@ -23,7 +23,7 @@ from ..compat.private import TorchDispatchMode, free_matrix_workspaces, take_mat
 from ..weights import draw_weights
 from .info import context_memory
 from .overhead import Overhead
-from .performance import AMPERE, CALIBRATED_STRIP, THIS, Rates
+from .performance import AMPERE, THIS, Rates
 
 _ROUNDS, _QUEUED = 3, 8
 _DISTURBED = 0.15
@@ -80,7 +80,6 @@ def calibrate(device: torch.device) -> Rates:
             reordering=reordering,
             bf16=device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE,
             group_seconds=0.0 if on_cpu else _group_seconds(device, bandwidth),
-            strip_launches=1.0 if on_cpu else CALIBRATED_STRIP,
         )
     return dataclasses.replace(rates, source=_source(shared()))
 
