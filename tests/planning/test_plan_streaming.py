@@ -23,11 +23,13 @@ from sd_lowvram.devices.performance import THIS, Rates, profile
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.memory import pinned
 from sd_lowvram.models import anatomy_of_components
+from sd_lowvram.models.calls import Shape
 from sd_lowvram.planning import search
 from sd_lowvram.planning.cost_model import Pricing
 from sd_lowvram.planning.host_resident import read_bytes
 from sd_lowvram.planning.plan import Candidate, Request
 from sd_lowvram.planning.search import make_plan
+from sd_lowvram.planning.stage_costs import StageCosts
 from sd_lowvram.session import attached
 from sd_lowvram.streaming.host_weights import RING_BYTES, host_budget
 from sd_lowvram.streaming.mapped_files import MappedFiles, can_read_past_cache
@@ -50,6 +52,24 @@ CONFIG["unet"] |= {"block_out_channels": [64, 128, 256, 256]}
 def anatomy() -> Any:
     """The topology of SD1.5 with some 70 MiB of weights in the UNet."""
     return anatomy_of_components("diffusers", build_components(CONFIG, torch.float16, "meta", only=("unet",)))
+
+
+def test_streamed_settings_that_cost_the_same_are_traced_once(
+    anatomy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
+    traced, trace = list[Settings](), StageCosts.trace
+
+    def follow(costs: Any, stage: Any, settings: Settings, *more: Any, **named: Any) -> Any:
+        traced.append(settings)
+        return trace(costs, stage, settings, *more, **named)
+
+    monkeypatch.setattr(StageCosts, "trace", follow)
+    costs = StageCosts(anatomy, Shape(512, 512), False, GPU)
+    (stage,) = (stage for stage in costs.stages if stage.repeats)
+    two, many, more = (costs(stage, Settings(offload="layer", feed_forward_chunks=chunks)) for chunks in (2, 32, 64))
+    assert two != many == more  # no layer has so many tokens that more chunks are made
+    assert [settings.feed_forward_chunks for settings in traced if settings.offload] == [2, 32]
 
 
 def request(vram: int, size: int = 128) -> Request:
