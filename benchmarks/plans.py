@@ -17,7 +17,7 @@ from sd_lowvram.planning.search import PlanSearch
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB, MIB, format_size, format_time
 
-from .tables import Row, Sheet, filled
+from .tables import Row, Sheet, empty_cache, filled
 
 BOUNDS = {
     ("sd15", 512): 320 * MIB,
@@ -43,6 +43,11 @@ def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = 
 
 
 def _row(card: str, model: str, size: int) -> dict[str, Any]:
+    with empty_cache():
+        return _smallest(card, model, size)
+
+
+def _smallest(card: str, model: str, size: int) -> dict[str, Any]:
     start = time.process_time()
     anatomy = meta_anatomy(model, torch.float16)
     request = request_for(

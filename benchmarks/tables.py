@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import platform
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -50,6 +53,13 @@ def told_as(command: str) -> Iterator[None]:
         yield
     finally:
         _command.reset(before)
+
+
+@contextlib.contextmanager
+def empty_cache() -> Iterator[None]:
+    """Use an empty cache folder within the block, so that a plan in it is a first plan."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, SD_LOWVRAM_CACHE=folder):
+        yield
 
 
 def facts(model: str | None, **asked: Any) -> dict[str, Any]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -27,7 +24,7 @@ from sd_lowvram.planning.search import make_plan
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB
 
-from .tables import Columns, Row, filled, rows_table
+from .tables import Columns, Row, empty_cache, filled, rows_table
 
 SIDES = (512, 1024, 2048)
 _STEPS = 20
@@ -56,7 +53,7 @@ def run(
 
 def _planned(card: str, vram: int, ram: int, model: str, side: int) -> dict[str, Any]:
     (_pipeline if model in PIPELINES else _anatomy)(model)
-    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, SD_LOWVRAM_CACHE=empty):
+    with empty_cache():
         return _first_plan(card, vram, ram, model, side)
 
 
