@@ -19,6 +19,7 @@ AS_PAGES = {
     "sd_lowvram/demo/README.md": "sd_lowvram/demo/model.md",
     "benchmarks/published_times/README.md": "benchmarks/published_times/times.md",
     "tools/demo/students.md": "benchmarks/students.md",
+    "tools/demo/students_one_seed.md": "benchmarks/students_one_seed.md",
     **{name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")},
     **{str(file.relative_to(ROOT)): str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("benchmarks/**/*.md"))
        if file.name != "README.md"},

@@ -88,7 +88,7 @@ for ends in ([False, True, True, True], [False, False, True, True]):
     rows = json.loads(table.with_suffix(".json").read_text(encoding="utf-8"))["rows"]
     assert {*rows} == {"teacher", "base", "m2", "s1", "s2", "s3"} and rows["teacher"]["0"]["psnr"] == 200
     assert rows["s1"]["0"]["psnr"] != rows["s2"]["0"]["psnr"] < 200
-    assert "s1 over s2, as the source has it: one seed, which tells nothing" in table.read_text(encoding="utf-8")
+    assert table.read_text(encoding="utf-8").endswith("\nOne seed shows no difference between rows.\n")
     assert float((archives / "hours.txt").read_text(encoding="utf-8")) > 0
 
 

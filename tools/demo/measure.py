@@ -138,14 +138,16 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         f"canvases of two. Of real held-out pictures it finds {scores['real']['all']:.1%} right, and of the same "
         f"through the autoencoder, beyond which no UNet can come, {scores['autoencoder']['all']:.1%}. {_limits()} "
         "*PSNR*: from the "
-        "teacher's pictures of the same noise. Mean over the seeds of training, lowest to highest behind it; the "
-        "teacher was trained once and drew from as many seeds. Rows are told to differ where every seed of one is "
-        f"above every seed of the other. Steps of training: teacher {asked['teacher_steps']}, all students the same."
+        f"teacher's pictures of the same noise. {_spread(rows)} Steps of training: teacher {asked['teacher_steps']}, "
+        "all students the same."
     )
     yield ""
     heads = ["UNet", "seeds", "right", "thing", "colour", "place", "unseen", "two", "PSNR"]
     yield from table(heads, (_cells(name, row) for name, row in rows.items()))
     yield ""
+    if _seeds(rows) < 2:
+        yield "One seed shows no difference between rows."
+        return
     for published in (PUBLISHED, SCHEDULED):
         for better, worse in combinations_of(sorted(published.keys() & rows.keys(), key=published.__getitem__), 2):
             figures_there = ("all",) if TEACHER in (better, worse) else ("all", "psnr")
@@ -155,6 +157,19 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"- The teacher, trained for its steps, does not come out better than {', '.join(below)}."
     else:
         yield "- The teacher is better than every student."
+
+
+def _seeds(rows: dict[str, Any]) -> int:
+    return max(map(len, rows.values()))
+
+
+def _spread(rows: dict[str, Any]) -> str:
+    if _seeds(rows) < 2:
+        return "Each was trained once, and drew from one seed."
+    return (
+        "Mean over the seeds of training, lowest to highest behind it; the teacher was trained once and drew from as "
+        "many seeds. Rows are told to differ where every seed of one is above every seed of the other."
+    )
 
 
 def _limits() -> str:
@@ -175,6 +190,8 @@ def _cells(name: str, row: dict[str, dict[str, float]]) -> list[str]:
 
 
 def _cell(values: list[float], form: str) -> str:
+    if len(values) < 2:
+        return form.format(values[0])
     return f"{form.format(fmean(values))} ({form.format(min(values))} to {form.format(max(values))})"
 
 
