@@ -17,6 +17,9 @@ from sd_lowvram.errors import BudgetError
 
 _STEADY = ("beta_start", "beta_end", "beta_schedule", "prediction_type", "num_train_timesteps")
 
+PLENTY = "1000 TB"
+"""A budget that no model exceeds."""
+
 
 def demo_pipeline() -> Any:
     """The demo model in float32, without a bar of its own."""

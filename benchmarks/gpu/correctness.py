@@ -14,12 +14,11 @@ from sd_lowvram.files import table
 from sd_lowvram.units import MIB
 from sd_lowvram.weights import weight_bytes
 
-from ..models import embeddings, random_denoiser, random_pipeline
+from ..models import PLENTY, embeddings, random_denoiser, random_pipeline
 from .record import Case, ResultRows
 
 MODEL, SIDE = "sd15", 512
 WAYS = {"a tenth of the UNet, streamed": "streamed", "the least of all memory, a whole picture": "smallest"}
-_PLENTY = "1000 TB"
 
 
 def run(device: torch.device, record: ResultRows) -> None:
@@ -58,7 +57,7 @@ def _streamed(model: str, device: torch.device, side: int) -> dict[str, Any]:
 
     def prepare(**settings: Any) -> None:
         fixed = Settings(deterministic=True, **settings)
-        optimize(pipe, vram=_PLENTY, width=side, height=side, device=device, settings=fixed)
+        optimize(pipe, vram=PLENTY, width=side, height=side, device=device, settings=fixed)
 
     prepare(offload="none")
     resident = _paint(pipe, side, **given)
@@ -75,7 +74,7 @@ def _smallest(model: str, device: torch.device, side: int) -> dict[str, Any]:
 
     pipe = random_pipeline(model, device)
     least = Settings.smallest().filled(deterministic=True)
-    optimize(pipe, vram=_PLENTY, width=side, height=side, device=device, settings=least)
+    optimize(pipe, vram=PLENTY, width=side, height=side, device=device, settings=least)
     unwatched = _paint(pipe, side, steps=1, prompt="a red apple", output_type="pt")
     _watch(device)
     start = time.perf_counter()

@@ -14,7 +14,7 @@ from sd_lowvram.units import MIB
 
 from ..calls import timed_calls
 from ..h100_steps import MEASURED, knobs
-from ..models import random_vae
+from ..models import PLENTY, random_vae
 from ..tables import Columns, mib, ms, rows_table
 from .peaks import held_on
 from .record import Case, ResultRows
@@ -22,7 +22,6 @@ from .record import Case, ResultRows
 PICTURES = (("sdxl", 1024), ("sd15", 2048))
 WAYS = tuple(dict.fromkeys(way for *_, way in MEASURED if "decode" in way))
 """Names of rows of ``h100_steps.py``, which have the settings of each."""
-_PLENTY = "1000 TB"
 
 
 def run(device: torch.device, record: ResultRows) -> None:
@@ -48,7 +47,7 @@ def _decoded(vae: Any, latents: Tensor, model: str, way: str) -> tuple[dict[str,
     from sd_lowvram import measured, optimize, restore
 
     where, side = latents.device, 8 * latents.shape[-1]
-    plan = optimize(vae, vram=_PLENTY, width=side, height=side, device=where, settings=knobs(model, way))
+    plan = optimize(vae, vram=PLENTY, width=side, height=side, device=where, settings=knobs(model, way))
     held_on(where)
     with timed_calls(vae, where) as calls, measured(vae) as run, torch.inference_mode():
         made = [vae.decode(latents, return_dict=False)[0].cpu().float() for _ in range(2)]

@@ -14,14 +14,13 @@ from sd_lowvram.compat.private import free_matrix_workspaces
 from sd_lowvram.units import GIB, MIB
 
 from ..calls import timed_calls
-from ..models import least_budget, random_pipeline
+from ..models import PLENTY, least_budget, random_pipeline
 from ..tables import Columns, Row, mib, rows_table, yes
 from .record import Case, ResultRows, in_order, room_for, side_by_side
 
 SHAPES = (("sd15", 512), ("sd15", 1024), ("sd15", 2048), ("sdxl", 1024))
 SHARES = (0.0, 0.1, 0.5, 1.0)
 """Budgets between the least that works and that of everything resident at once, whose plan is the plain one."""
-_PLENTY = "1000 TB"
 _LARGEST_BYTES = 14 * GIB
 """Bytes of the largest plan on a GPU, with its context."""
 
@@ -50,7 +49,7 @@ def trial_peaks(device: str, cases: Sequence[Case], steps: int = 2) -> Iterator[
     for (model, side), shares in itertools.groupby(cases, lambda case: (case["model"], case["side"])):
         pipe = random_pipeline(model, where)
         sizes: dict[str, Any] = {"width": side, "height": side, "device": where}
-        plain = plan(pipe, vram=_PLENTY, **sizes)
+        plain = plan(pipe, vram=PLENTY, **sizes)
         most = plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
         least = least_budget(pipe, **sizes)
         for case in shares:

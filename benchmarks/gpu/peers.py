@@ -34,7 +34,7 @@ OURS = {f"sd-lowvram, {size} GiB": size * GIB for size in (4, 6, 8)}
 _FOUR, *_MORE = OURS
 _LEAVES, _BLOCKS = ("diffusers, groups by leaf, stream", "diffusers, groups by block, stream")
 _OTHERS = [name for name in THEIRS if not name.startswith("diffusers,") and name != PLAIN]
-"""Packages that are installed by hand."""
+"""Packages that are installed manually."""
 ROUNDS = (
     (PLAIN, _FOUR, _LEAVES, *_MORE, _BLOCKS),
     ("diffusers, model offload", f"{_LEAVES}, record_stream", "diffusers, sequential offload", *_OTHERS),
@@ -60,7 +60,7 @@ def _package(name: str) -> str:
 def trial_peers(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Yield for each of ``cases`` what a run is like, and whether its latents are those with all weights on the GPU.
 
-    Ends after a package that is installed by hand: it may have replaced functions of others.
+    Ends after a package that is installed manually: it may have replaced functions of others.
     """
     where = torch.device(device)
     pipe, given = random_transformer(cases[0]["model"], where)
@@ -125,9 +125,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Summary for a reader."""
     for model in dict.fromkeys(row["model"] for row in rows if row["model"]):
         ran = [row for row in rows if row["model"] == model and "step_seconds" in row]
-        told = [f"{row['name']}: {1000 * row['step_seconds']:.0f} in {row['peak_bytes'] / MIB:.0f} MiB" for row in ran]
+        steps = [f"{row['name']}: {1000 * row['step_seconds']:.0f} in {row['peak_bytes'] / MIB:.0f} MiB" for row in ran]
         other = "".join(f"; **other bits**: {row['name']}" for row in ran if not row["same_bits"])
-        yield f"{model}, ms a step: {'; '.join(told)}{other}"
+        yield f"{model}, ms a step: {'; '.join(steps)}{other}"
     yield from not_run(rows, lambda row: row["name"])
 
 

@@ -17,7 +17,7 @@ from sd_lowvram.units import MIB
 from sd_lowvram.weights import first_tensor
 
 from ..calls import timed_calls
-from ..models import embeddings, random_denoiser
+from ..models import PLENTY, embeddings, random_denoiser
 from ..tables import milliseconds
 from .peaks import held_on
 from .record import Case, ResultRows
@@ -44,7 +44,6 @@ TASKS = (("sd15", 1024), ("sdxl", 1024), ("sd15", 2048))
 """A step of SD1.5 at 512x512 is some milliseconds on a large card, less than the host needs to ask for it."""
 _WARM, _STEPS = 3, 10
 _SIMULATED = 0.15
-_PLENTY = "1000 TB"
 
 
 def run(device: torch.device, record: ResultRows) -> None:
@@ -171,7 +170,7 @@ def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[
         from sd_lowvram import Settings, optimize
 
         asked: dict[str, Any] = {"width": side, "height": side, "device": device}
-        chosen = optimize(pipe, vram=_PLENTY, settings=Settings(**settings), **asked)
+        chosen = optimize(pipe, vram=PLENTY, settings=Settings(**settings), **asked)
         if way == LIMITED:
             held = chosen.predicted.reserved_bytes + chosen.predicted.overhead_bytes
             optimize(pipe, vram=f"{held + _SLACK} b", settings=chosen.settings, **asked)
@@ -244,7 +243,7 @@ def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     where, (model, side) = torch.device(device), (cases[0]["model"], cases[0]["side"])
     pipe = random_denoiser(model, where)
     rooms = [max(1, weight_bytes(pipe.unet) * case["share"] // 100 // MIB) for case in cases]
-    sizes: dict[str, Any] = {"vram": _PLENTY, "width": side, "height": side, "device": where}
+    sizes: dict[str, Any] = {"vram": PLENTY, "width": side, "height": side, "device": where}
     chosen = [plan(pipe, settings=Settings(offload="blocks", weights_mib=room), **sizes) for room in rooms]
     copies = CopyQueue(copy_rate(where), overlap=where.type == "cuda")
     layers = layers_of({"unet": pipe.unet})
@@ -294,13 +293,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         judged = list(claims(own))
         resident = next((row.get("step_seconds") for row in own if row["way"] == "resident"), None)
         ours, limited = (_by_share(own, way) for way in _OURS)
-        told = f"{sum(claim['holds'] for claim in judged)} of {len(judged)} claims hold"
+        judgement = f"{sum(claim['holds'] for claim in judged)} of {len(judged)} claims hold"
         if resident and ours:
             whole = dict.fromkeys(ours, resident)
-            told += f", a step by the share on the device over the resident one: {_over(ours, whole)}"
+            judgement += f", a step by the share on the device over the resident one: {_over(ours, whole)}"
         if limited:
-            told += f", limited to its bytes over not limited: {_over(limited, ours)}"
-        yield f"{model} at {side}: {told}"
+            judgement += f", limited to its bytes over not limited: {_over(limited, ours)}"
+        yield f"{model} at {side}: {judgement}"
 
 
 def _over(seconds: dict[int, float], plain: dict[int, float]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sd_lowvram import progress
 from sd_lowvram.units import GIB, MIB
 
-from ..models import random_transformer
+from ..models import PLENTY, random_transformer
 from ..tables import Columns, Row, mib, ms, rows_table, yes
 from .peaks import difference, held_on, peak_of
 from .record import Case, ResultRows
@@ -23,7 +23,6 @@ SIDE = 1024
 VRAM = 4 * GIB
 _STEPS, TIMED = 6, 4
 """Steps of a run, and how many of them are timed, at its end."""
-_PLENTY = "1000 TB"
 
 
 def run(device: torch.device, record: ResultRows) -> None:
@@ -41,7 +40,7 @@ def trial_todays(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]
         pipe, given = random_transformer(case["model"], where)
         guided = given.get("guidance_scale") != 0
         sizes: dict[str, Any] = {"width": case["side"], "height": case["side"], "guided": guided, "device": where}
-        optimize(pipe, vram=_PLENTY, settings=Settings(offload="none"), **sizes)
+        optimize(pipe, vram=PLENTY, settings=Settings(offload="none"), **sizes)
         wanted, resident = final_latents(pipe, given, case["side"])
         restore(pipe)
         held_on(where)

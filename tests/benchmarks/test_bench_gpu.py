@@ -118,7 +118,7 @@ def test_decodes(at_once: None, tmp_path: Path) -> None:
 
 @pytest.mark.slow(12)
 def test_peers(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours and what stays on the device run on a CPU; what is not installed is told of once, and tried when it is."""
+    """Ours and resident ways run on a CPU; a package that is not installed has one row, and runs once it is."""
     installed: set[str] = set()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name in installed else None)
     monkeypatch.setattr(peers_on_card, "_CARD", CPU)

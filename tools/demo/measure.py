@@ -168,7 +168,7 @@ def _spread(rows: dict[str, Any]) -> str:
         return "Each was trained once, and drew from one seed."
     return (
         "Mean over the seeds of training, lowest to highest behind it; the teacher was trained once and drew from as "
-        "many seeds. Rows are told to differ where every seed of one is above every seed of the other."
+        "many seeds. Rows differ where every seed of one is above every seed of the other."
     )
 
 
