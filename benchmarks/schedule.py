@@ -23,8 +23,8 @@ from sd_lowvram.devices.performance import Rates, profile
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.files import table as table_lines
 from sd_lowvram.models import anatomy_of_components
+from sd_lowvram.models.calls import Shape
 from sd_lowvram.planning.stage_costs import StageCosts
-from sd_lowvram.planning.stages import Shape
 from sd_lowvram.settings import Settings
 from sd_lowvram.streaming.blocks import Blocks, blocks_of
 from sd_lowvram.streaming.layers import layers_of

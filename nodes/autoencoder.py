@@ -21,12 +21,11 @@ from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError, BudgetError
 from ..sd_lowvram.models.causal_autoencoder import FRAMES
-from ..sd_lowvram.models.latents import has_frames
+from ..sd_lowvram.models.latents import has_frames, scale_factor
 from ..sd_lowvram.planning.fallback import Shortage, leaner, shortage
 from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.request import Request
-from ..sd_lowvram.planning.stages import scale_factor
 from ..sd_lowvram.session import Attachment, enter_hooks, prepare
 from ..sd_lowvram.settings import Settings
 from . import host

@@ -22,10 +22,10 @@ from ..sd_lowvram.errors import BadInputError, BudgetError, PlanningError
 from ..sd_lowvram.memory.pinned_buffers import PINNED_BUFFERS
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.models.compvis import TOKEN_PATCHES
+from ..sd_lowvram.models.latents import native_size, scale_factor
 from ..sd_lowvram.planning.fallback import Shortage, leaner, shortage
 from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
-from ..sd_lowvram.planning.stages import native_size, scale_factor
 from ..sd_lowvram.session import Attachment, enter_hooks, prepare
 from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.units import format_least, format_size

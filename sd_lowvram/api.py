@@ -19,7 +19,7 @@ from .models.anatomy import Anatomy
 from .models.causal_autoencoder import FRAMES
 from .models.latents import has_frames, latent_channels, pixel_channels, scale_factor, unpack
 from .models.recorded import Rehearsal
-from .models.support import cannot_be_called
+from .models.support import cannot_be_called, unsupported_error
 from .patches import Patch, roles_of
 from .planning.fallback import Shortage, fallback, leaner, shortage
 from .planning.first_calls import await_calls, size_of_calls
@@ -29,11 +29,12 @@ from .planning.plan import FallbackStep, Plan
 from .planning.replan import exchanges, watch_calls, watch_sizes
 from .planning.request import DEFAULT_STEPS, Request, RunOptions, request_for
 from .planning.search import make_plan
+from .planning.stages import stated_texts, states_all_calls
 from .progress import log_event
 from .session import Attachment, anatomy_of, attach, attached, attachments, restore
 from .settings import Settings, check_settings
 from .streaming.host_weights import host_budget
-from .tracing.rehearsal import fill_call, rehearse
+from .tracing.rehearsal import Texts, rehearse_at, rehearse_filled
 from .units import parse_size
 
 Size = int | float | str
@@ -184,7 +185,7 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
         replan(width=width, height=height, batch=batch, passes=passes, frames=frames)
 
     def called(record: Rehearsal) -> None:
-        replan(rehearsal=record, **size_of_calls(record))
+        replan(rehearsal=record, **size_of_calls(record, _plan_of(target).request.batch))
         _log_first_plan(_plan_of(target))
 
     def exchanged(name: str, part: nn.Module) -> None:
@@ -193,7 +194,7 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
                 f"{name} of this {type(target).__name__} is now a {type(part).__name__} that carries a plan of its "
                 "own: restore() what it was optimized with first"
             )
-        replan()
+        replan(rehearsal=_again(target, name, part))
 
     def go_leaner(short: Shortage) -> Plan:
         now = _plan_of(target)
@@ -222,6 +223,23 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
             chosen = _leaner(anatomy_of(target, chosen.settings, chosen.request.rehearsal), chosen, short, settings)
 
     return put_on(chosen)
+
+
+def _again(target: Any, name: str, part: nn.Module) -> Rehearsal | None:
+    """The calls that a planned pipeline makes with ``part`` as its new ``name``, if its call was rehearsed.
+
+    Raises:
+        UnsupportedModelError: the pipeline cannot be called with it.
+    """
+    record = _plan_of(target).request.rehearsal
+    if record is None or not record.asked:
+        return record
+    try:
+        return rehearse_filled(target, *record.asked)
+    except Exception as error:
+        if ran_out(error):
+            raise
+        raise unsupported_error(target, name, part) from error
 
 
 def _put_on(target: Any, chosen: Plan, watches: Callable[[Anatomy, Request], Iterator[Patch]], budget: int) -> None:
@@ -277,13 +295,12 @@ def max_size(
     vram: Size | None = None,
     ram: Size | None = None,
     batch: int = 1,
+    call: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
     settings: Settings | None = None,
     approximate: bool = False,
 ) -> dict[str, Plan | None]:
     """Return the largest pictures that fit; takes up to a minute the first time.
-
-    Many sizes are tried, and so no call is rehearsed: of a pipeline of an unknown family ask :func:`plan` size by size.
 
     Args:
         target: as for :func:`optimize`, like all arguments.
@@ -293,12 +310,17 @@ def max_size(
         size fits.
 
     Raises:
-        BadInputError: as :func:`optimize`.
-        UnsupportedModelError: only a rehearsal shows what the pipeline calls.
+        BadInputError: as :func:`optimize`, or the pipeline's call cannot be rehearsed.
     """
-    anatomy = anatomy_of(target)  # refuses what would be rehearsed anew for each size
-    request = _request(target, None, vram, ram, device, {"batch": batch})
-    return largest_plans(anatomy, request, check_settings(settings), _check_flag(approximate))
+    request = _request(target, None, vram, ram, device, {"batch": batch}, call=call)
+    record = request.rehearsal
+
+    def anatomy_at(width: int, height: int) -> Anatomy:
+        sized = None if record is None else rehearse_at(target, record, width, height)
+        return anatomy_of(target, rehearsal=sized)
+
+    fixed, anatomy = check_settings(settings), anatomy_of(target, rehearsal=record)
+    return largest_plans(anatomy, request, fixed, _check_flag(approximate), anatomy_at if record else None)
 
 
 def decode(
@@ -452,7 +474,7 @@ def _request(
 def anatomy_for_call(
     target: Any, settings: Settings | None, run: RunOptions, guided: bool, call: Mapping[str, Any] | None
 ) -> Anatomy:
-    """Return the anatomy of ``target``, with the calls that it makes if ``call`` is stated or its family is unknown.
+    """Return the anatomy of ``target``; of a pipeline, with the calls that it makes of its models.
 
     Args:
         target: as for :func:`optimize`, and so are ``settings``, ``guided`` and ``call``.
@@ -462,15 +484,17 @@ def anatomy_for_call(
         BadInputError: the stated call cannot be rehearsed.
         UnsupportedModelError: no family is known, and the target is not a pipeline.
     """
-    refusal, scale = None, ("guidance_scale", 1.0)
+    refusal, scale, states = None, ("guidance_scale", 1.0), False
+    texts: Texts = (None, None)
     try:
         anatomy = anatomy_of(target, settings)
-        if call is None and anatomy.family.known:
-            return anatomy
+        if call is None and anatomy.family.step_inputs is not None and anatomy.family.arguments is None:
+            return anatomy  # a host's, or somebody else's
         scale = anatomy.family.guidance_scale, float(anatomy.family.guides_above)
+        states, texts = not anatomy.family.known or states_all_calls(anatomy), stated_texts(anatomy)
     except UnsupportedModelError as error:
         refusal = error
-    record = _rehearsal(target, run, None if guided else scale, call, refusal is not None)
+    record = _rehearsal(target, run, None if guided else scale, call, texts, not states)
     if record is not None:
         return anatomy_of(target, settings, record)
     if refusal is not None:
@@ -479,11 +503,12 @@ def anatomy_for_call(
 
 
 def _rehearsal(
-    target: Any, run: RunOptions, scale: Any, call: Mapping[str, Any] | None, required: bool
+    target: Any, run: RunOptions, scale: Any, call: Mapping[str, Any] | None, texts: Texts, required: bool
 ) -> Rehearsal | None:
     """The record of the target's own call, or one that waits for its first calls; None if it has none.
 
     Args:
+        texts: as for :func:`rehearse_filled`.
         required: True if there is no plan without a record.
     """
     if isinstance(target, nn.Module) or not isinstance(getattr(target, "components", None), dict):
@@ -492,7 +517,7 @@ def _rehearsal(
         raise BadInputError(f"a stated call is for pipelines, and {type(target).__name__} is not one: leave it out")
     size = run.get("width"), run.get("height"), run.get("batch", 1), run.get("steps", DEFAULT_STEPS)
     try:
-        record = rehearse(target, **fill_call(target, call or {}, *size, scale))
+        record = rehearse_filled(target, call or {}, *size, scale, texts)
     except Exception as error:
         if ran_out(error):
             raise

@@ -130,12 +130,8 @@ def _check_request(
     if asked["gpu"] is not None:
         profile(asked["gpu"])
     asked["model"] = split_or(asked["model"], **files)
-    if asked["model"] in PIPELINES and asked["max_size"]:
-        raise BadInputError(f"{asked['model']} is planned by its pipeline's call, of one size: leave --max-size out")
-    if asked["pipeline"] is not None and (asked["max_size"] or not Path(asked["model"] or "").is_dir()):
-        raise BadInputError(
-            f"--pipeline {asked['pipeline']} needs a diffusers folder: give one with --model, and leave --max-size out"
-        )
+    if asked["pipeline"] is not None and not Path(asked["model"] or "").is_dir():
+        raise BadInputError(f"--pipeline {asked['pipeline']} needs a diffusers folder: give one with --model")
     chosen = checked_settings(knobs, asked["policy"])
     check_run(*(asked[name] for name in ("width", "height", "steps", "batch", "vram", "ram")))
     check_count("--pictures", asked["pictures"], 1_000_000)
@@ -200,7 +196,7 @@ def _make_answer(asked: dict[str, Any], budgets: Mapping[str, int], settings: Se
 def _plan(asked: dict[str, Any], settings: Settings) -> Answer:
     from ..planning.search import make_plan
 
-    anatomy, request = _request(asked)
+    anatomy, request, _ = _request(asked)
     heed_interrupts()
     planned = make_plan(anatomy, request, settings, asked["approximate"])
     return planned.as_dict() | _count_sentences(asked, request), planned.alike
@@ -210,11 +206,12 @@ def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     from ..planning.max_size import largest_plans
     from ..planning.search import make_plan
 
-    anatomy, request = _request(asked)
-    plans = largest_plans(anatomy, request, settings, asked["approximate"])
+    anatomy, request, anatomy_at = _request(asked)
+    plans = largest_plans(anatomy, request, settings, asked["approximate"], anatomy_at)
     if not any(plans.values()):
-        smallest = dataclasses.replace(request, width=64, height=64)
-        make_plan(anatomy, smallest, settings, asked["approximate"], least=False)  # refuses it, and says what would do
+        least = anatomy if anatomy_at is None else anatomy_at(64, 64)
+        smallest = dataclasses.replace(request, width=64, height=64, rehearsal=least.rehearsal)
+        make_plan(least, smallest, settings, asked["approximate"], least=False)  # refuses it, and says what would do
     return {
         name: planned.as_dict() | _count_sentences(asked, request) if planned else None
         for name, planned in plans.items()
@@ -230,8 +227,9 @@ def _count_sentences(asked: dict[str, Any], request: Any) -> dict[str, str]:
     return rates | {"counted": f"{asked['policy']}: {policy.stands_for}; the plan deviates: {policy.deviates}"}
 
 
-def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
-    """The target and the request; facts on the machine are measured here."""
+def _request(asked: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The target, the request, and for a rehearsed pipeline the function from width and height to the target; facts on
+    the machine are measured here."""
     import torch
 
     from ..api import anatomy_for_call
@@ -240,15 +238,21 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     from ..planning.as_others import request_by
 
     device = torch.device("cuda") if asked["gpu"] else default_device()
-    run: Any = {name: asked[name] for name in ("width", "height", "batch", "steps")}
+    run: Any = {name: asked[name] for name in ("batch", "steps")}
+    pipe, call, anatomy_at = None, None, None
     if asked["pipeline"]:
         pipe = meta_pipeline(asked["pipeline"], Path(asked["model"]), dtype_on(device))
-        anatomy = anatomy_for_call(pipe, None, run, asked["guidance"], None)
     elif asked["model"] in PIPELINES:
         pipe, call = named_pipeline(asked["model"], dtype_on(device)), architecture(asked["model"]).get("call")
-        anatomy = anatomy_for_call(pipe, None, run, asked["guidance"], call)
-    else:
+    if pipe is None:
         anatomy = meta_anatomy(asked["model"], dtype_on(device))
+    else:
+
+        def anatomy_at(width: int | None, height: int | None) -> Any:
+            sized: Any = {**run, "width": width, "height": height}
+            return anatomy_for_call(pipe, None, sized, asked["guidance"], call)
+
+        anatomy = anatomy_at(asked["width"], asked["height"])
     named = ("gpu", "vram", "ram", "width", "height", "batch", "steps", "pictures", "fills")
     passes = None if asked["guidance"] else 1
     if not asked["guidance"]:
@@ -257,4 +261,4 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     values["disk"] = asked.get("disk")
     if values["disk"] is None and asked["gpu"] is None and asked["model"] is not None and Path(asked["model"]).exists():
         values["disk"] = disk_rate(Path(asked["model"]))
-    return anatomy, request_by(asked["policy"], anatomy, **values, passes=passes, device=device)
+    return anatomy, request_by(asked["policy"], anatomy, **values, passes=passes, device=device), anatomy_at

@@ -5,6 +5,7 @@ Forge, a dictionary of options that is passed through all modules.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,6 +50,16 @@ def time_and_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, .
 
     Denoisers pass the embedding by position, autoencoders by keyword."""
     return (*args, *kwargs.values(), None)[: max(1, len(args) + len(kwargs))]
+
+
+def given_by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a module's call, by the names of its forward."""
+    return dict(zip(_names(type(module).forward), args, strict=False)) | kwargs
+
+
+@functools.lru_cache
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

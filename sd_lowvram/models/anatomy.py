@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calls import LatentsInCall, Predict, Shape, Stage, StepInputs, map_in_call
+from .calls import Arguments, LatentsInCall, Predict, Shape, StepInputs, map_in_call
 from .interfaces import MapAttention
 from .joint import JointBlock
 from .recorded import Rehearsal
@@ -107,10 +107,14 @@ class Family:
     Attributes:
         components_of: ``(target)`` -> its models by name, in the order in which a run uses them; empty if the target is
             of another family. Raises UnsupportedModelError for a part that cannot be planned.
-        step_inputs: ``(anatomy, shape)`` -> the inputs of a denoising step, for the target's current state.
-        predict: ``(denoiser, x, inputs)`` -> the prediction.
+        step_inputs: ``(anatomy, shape)`` -> the inputs of a denoising step, for the target's current state; None if
+            ``arguments`` states the calls.
+        predict: ``(denoiser, x, inputs)`` -> the prediction; None as ``step_inputs``.
         decode: ``(vae, latents)``, unscaled -> pixels.
         encode: ``(vae, pixels)`` -> moments: mean and log-variance.
+        arguments: ``(anatomy, name, shape)`` -> the arguments of a model of diffusers, and those by name; None if
+            nobody states them. A pipeline's own call is rehearsed instead, if that is possible.
+        forget: ``(denoiser)``; removes what a denoiser keeps from its first call on, so that every trace has it.
         unchecked_components_of: like ``components_of`` without its checks; called at every call of a planned run, whose
             models may have been replaced.
         entry_methods: names of the target's methods that a run enters before it calls a model.
@@ -120,7 +124,6 @@ class Family:
         latent_multiple: both sides of a picture must be multiples of this number of latent pixels.
         guidance_scale: name of the pipeline's argument for the guidance scale.
         guides_above: the pipeline guides at scales above this.
-        helper_stages: ``(anatomy, shape)`` -> stages of the models around denoiser and autoencoder, if any.
         configs: for components without a configuration, their configuration in diffusers' words.
         anatomy_fields: ``(target, anatomy)`` -> fields of the anatomy that depend on the target's kind or state:
             ``passes``, ``encodes``, ``joined``.
@@ -146,10 +149,12 @@ class Family:
     """
 
     components_of: Callable[[Any], dict[str, nn.Module]]
-    step_inputs: Callable[[Anatomy, Shape], StepInputs]
-    predict: Predict
+    step_inputs: Callable[[Anatomy, Shape], StepInputs] | None
+    predict: Predict | None
     decode: Callable[[Any, Tensor], Tensor]
     encode: Callable[[Any, Tensor], Tensor]
+    arguments: Callable[[Anatomy, str, Shape], Arguments | None] | None = None
+    forget: Callable[[Any], None] = lambda denoiser: None
     unchecked_components_of: Callable[[Any], dict[str, nn.Module]] = lambda target: {}
     entry_methods: tuple[str, ...] = ()
     denoiser: str = "unet"
@@ -158,7 +163,6 @@ class Family:
     latent_multiple: int = 1
     guidance_scale: str = "guidance_scale"
     guides_above: float = 1
-    helper_stages: Callable[[Anatomy, Shape], list[Stage]] = lambda anatomy, shape: []
     configs: Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]]] = lambda components: {}
     anatomy_fields: Callable[[Any, Anatomy], dict[str, Any]] = lambda target, anatomy: {}
     conditions: Callable[[Any], object] = lambda denoiser: None

@@ -14,6 +14,9 @@ from ..weights import first_tensor
 CONTROL = "controlnet"
 """The name under which pipelines hold their ControlNet."""
 
+SAFETY_CHECKER = "safety_checker"
+"""The name under which they hold what looks at the finished pictures."""
+
 CONTROL_STAGE = "control"
 """The name of its stage, in plans and in recordings."""
 
@@ -77,25 +80,19 @@ class StepInputs(NamedTuple):
         text: (rows, tokens, width).
         beside: (rows, c, h, w), input channels behind those of the latents: a mask and the masked picture,
             the picture to be edited, depth, or the small picture to be enlarged.
-        joined: (rows, tokens, C), tokens of pictures to look at, given behind the latents', which are packed.
         labels: (rows,) of kinds or noise levels, or (rows, width).
         guidance: (rows, width), the guidance scale's embedding in a model that was distilled with it.
+        held: what the host holds besides while it denoises.
         added: what a denoiser of diffusers takes as ``added_cond_kwargs``: by name, (rows, ...) each, or None.
-        residuals: of ControlNets, added to the skip connections and, the last, to the middle.
-        features: of T2I-Adapters, one for each level.
-        held: what the pipeline holds besides while it denoises.
     """
 
     latents: Tensor
     timestep: Tensor
     text: Tensor
     beside: Tensor | None = None
-    joined: Tensor | None = None
     labels: Tensor | None = None
     guidance: Tensor | None = None
     added: dict[str, Any] = {}  # noqa: RUF012
-    residuals: tuple[Tensor, ...] = ()
-    features: tuple[Tensor, ...] = ()
     held: tuple[Tensor, ...] = ()
 
 
@@ -142,8 +139,18 @@ def map_in_call(component: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return LatentsInCall(x, len(x), int(height * width), lambda: (int(height), int(width)), frames)
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a call, and arguments by name."""
+
 Predict = Callable[[Any, Tensor, StepInputs], Tensor]
 """``(denoiser, x, inputs)`` to the prediction; ``x`` (rows, C + c, h, w) is what it is for, ``inputs`` all else."""
+
+
+def make_batch(inputs: StepInputs) -> Tensor:
+    """Return the batch (rows, C + c, h, w) of a denoiser: the latents for each pass, with the channels beside them."""
+    passes = len(inputs.text) // len(inputs.latents)
+    x = torch.cat([inputs.latents] * passes) if passes > 1 else inputs.latents
+    return x if inputs.beside is None else torch.cat([x, inputs.beside], -1 if x.dim() == 3 else 1)
 
 
 def denoise_step(denoiser: nn.Module, inputs: StepInputs, predict: Predict) -> Tensor:
@@ -159,12 +166,7 @@ def denoise_step(denoiser: nn.Module, inputs: StepInputs, predict: Predict) -> T
     """
     latents = inputs.latents
     passes = len(inputs.text) // len(latents)
-    x = torch.cat([latents] * passes) if passes > 1 else latents
-    if inputs.beside is not None:
-        x = torch.cat([x, inputs.beside], -1 if x.dim() == 3 else 1)
-    if inputs.joined is not None:
-        x = torch.cat([x, inputs.joined], 1)
-    predicted = predict(denoiser, x, inputs)
+    predicted = predict(denoiser, make_batch(inputs), inputs)
     if passes > 1:
         first, *remaining = predicted.chunk(passes)
         predicted = first

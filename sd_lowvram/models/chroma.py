@@ -6,15 +6,13 @@ As FLUX.1 without CLIP; guidance is a second call, and the attention is masked b
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from . import dit, flux
-from .anatomy import Anatomy, having
-from .calls import Shape, StepInputs
+from .anatomy import having
 from .joint import JointBlock, Rows
 
 _WORDS = 512
@@ -23,15 +21,15 @@ _WORDS = 512
 is_transformer = having("x_embedder", "context_embedder", "distilled_guidance_layer", "single_transformer_blocks")
 
 
-def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """Inputs of a denoising step."""
-    empty, tokens = dit.empty_of(anatomy), math.prod(dit.picture_tokens(anatomy, shape))
-    added = {
-        "img_ids": empty(tokens, 3),
-        "txt_ids": empty(_WORDS, 3),
-        "attention_mask": empty(shape.rows, _WORDS + tokens),
-    }
-    return dit.packed_inputs(anatomy, shape, _WORDS, added)
+_CALL = {
+    "hidden_states": "rows tokens in_channels",
+    "timestep": "rows",
+    "encoder_hidden_states": f"rows {_WORDS} joint_attention_dim",
+    "txt_ids": f"{_WORDS} 3",
+    "img_ids": "tokens 3",
+    "attention_mask": f"rows {_WORDS}+tokens",
+    "return_dict": False,
+}
 
 
 def _joint_block(block: Any) -> JointBlock | None:
@@ -51,8 +49,7 @@ def _mask(arguments: Mapping[str, Any], rows: Rows) -> Tensor | None:
 FAMILY = dit.family(
     is_transformer,
     {"text_encoder": dit.Reading("t5", _WORDS, masked=True)},
-    step_inputs=step_inputs,
+    call=_CALL,
     channels=dit.packed_channels,
-    latents_in_call=dit.packed_in_call,
     joint=_joint_block,
 )

@@ -23,6 +23,7 @@ from .anatomy import (
     is_3x3,
     is_pointwise,
 )
+from .calls import SAFETY_CHECKER
 from .causal_autoencoder import sees_frames
 from .interfaces import DiffusersUNet, KLAutoencoder, MapAttention
 from .latents import latent_channels
@@ -132,7 +133,7 @@ SERVED: support.Served = {
     "controlnet": _is_controlnet,
     "unet": is_unet,
     "vae": is_autoencoder,
-    "safety_checker": having("vision_model", "concept_embeds"),
+    SAFETY_CHECKER: having("vision_model", "concept_embeds"),
 }
 """The parts of a pipeline that are planned, in the order in which a run uses them."""
 
@@ -310,11 +311,11 @@ FAMILY = Family(
     transformer=transformer,
     upcasts=_upcasts,
     mixes_rows=_mixes_rows,
-    step_inputs=calls_diffusers.step_inputs,
-    predict=calls_diffusers.predict,
+    step_inputs=None,
+    predict=None,
     decode=decode,
     encode=encode,
     conditions=calls_diffusers.conditions,
-    helper_stages=calls_diffusers.helper_stages,
+    arguments=calls_diffusers.arguments,
     anatomy_fields=_anatomy_fields,
 )

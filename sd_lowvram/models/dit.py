@@ -1,6 +1,6 @@
-"""Common parts of diffusers' pipelines of diffusion transformers: parts, text encoders, packed latents, guidance.
+"""Common parts of diffusers' pipelines of diffusion transformers: parts, text encoders, calls, guidance.
 
-A family adds the marks of its transformer, and the inputs of its steps.
+A family adds the marks of its transformer, and what it is called with.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import diffusers, support
 from .anatomy import Anatomy, Family, has
-from .calls import TEXT_STAGE, LatentsInCall, Shape, Stage, StepInputs
+from .calls import Shape
 from .latents import dtype_of, latent_channels, latent_size
 
 _NATIVE = 128
@@ -44,7 +44,7 @@ def family(
     transformer: Callable[[Any], bool],
     readings: Mapping[str, Reading],
     *,
-    step_inputs: Callable[[Anatomy, Shape], StepInputs],
+    call: Mapping[str, Any],
     channels: Callable[[Mapping[str, Any]], int],
     guided: str = "calls",
     alone: tuple[str, ...] = ("transformer",),
@@ -57,6 +57,7 @@ def family(
     Args:
         transformer: true for a transformer of the family.
         readings: of the text encoders, by name, in the order in which a run uses them.
+        call: arguments of the transformer, by name (:func:`make_arguments`); the latents are the first.
         channels: from the transformer's configuration to the channels of the latents.
         guided: what guidance adds to a step: "calls" of the transformer, or rows ("passes").
         alone: the names of models that are served by themselves.
@@ -71,12 +72,12 @@ def family(
         "unchecked_components_of": functools.partial(diffusers.unchecked_components_of, served=served),
         "entry_methods": ("check_inputs",),
         "denoiser": "transformer",
-        "step_inputs": step_inputs,
-        "predict": predict,
+        "step_inputs": None,
+        "predict": None,
+        "arguments": functools.partial(_arguments, readings, call),
         "latent_multiple": 2,
         "decode": diffusers.decode,
         "encode": diffusers.encode,
-        "helper_stages": functools.partial(_text_stages, readings),
         "configs": functools.partial(_configs, channels),
         "anatomy_fields": functools.partial(_anatomy_fields, guided),
         "is_attention": transformer,
@@ -121,17 +122,63 @@ def _reads_alike(target: Any, served: support.Served) -> bool:
     return alike and bool(readers) and all(served[name](part) for name, part in readers.items())
 
 
-def _text_stages(readings: Mapping[str, Reading], anatomy: Anatomy, shape: Shape) -> list[Stage]:
-    parts = anatomy.components
-    return [_text_stage(name, parts[name], how) for name, how in readings.items() if name in parts]
+def _arguments(
+    readings: Mapping[str, Reading], call: Mapping[str, Any], anatomy: Anatomy, name: str, shape: Shape
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of a text encoder, or of the transformer, on the device of the context; None for other models."""
+    if name == "transformer":
+        return (), make_arguments(call, anatomy, shape)
+    if (how := readings.get(name)) is None:
+        return None
+    tokens = torch.zeros(1, how.tokens, dtype=torch.long)
+    mask = {"attention_mask": torch.ones_like(tokens)} if how.masked else {}
+    return (tokens,), {"output_hidden_states": how.hidden, **mask, **how.options}
 
 
-def _text_stage(name: str, encoder: nn.Module, how: Reading) -> Stage:
-    def run(encoder: nn.Module, tokens: Tensor) -> Any:
-        extra = {"attention_mask": torch.ones_like(tokens)} if how.masked else {}
-        return encoder(tokens, output_hidden_states=how.hidden, **extra, **how.options)
+def make_arguments(call: Mapping[str, Any], anatomy: Anatomy, shape: Shape) -> dict[str, Any]:
+    """Return what a transformer is called with.
 
-    return Stage(TEXT_STAGE, name, run, lambda: (encoder, torch.zeros(1, how.tokens, dtype=torch.long)))
+    Args:
+        call: by name, the sizes of a tensor and its type if it is not the transformer's: ``"rows tokens in_channels"``,
+            ``"512+tokens 3 long"``. A size is a number or a sum of them, a name in the transformer's configuration,
+            ``rows`` of the batch, ``pictures``, ``tokens`` of 2x2 latent pixels, those ``down`` and ``across``, or
+            ``channels``, ``height`` and ``width`` of the latents. A tuple becomes a list with a tensor for each row;
+            its last entry is for all further rows. A function is called with these sizes, and returns one of these, or
+            what is given as it is.
+        anatomy: with the transformer.
+        shape: of the picture.
+    """
+    (height, width), config = latent_size(anatomy, shape), anatomy.config(anatomy.denoiser)
+    sizes = {
+        **config,
+        "rows": shape.rows,
+        "pictures": shape.batch,
+        "tokens": (height // 2) * (width // 2) * (1 + anatomy.joined),
+        "down": height // 2,
+        "across": width // 2,
+        "channels": latent_channels(anatomy),
+        "height": height,
+        "width": width,
+    }
+    dtype = dtype_of(anatomy, anatomy.denoiser or "")
+    return {name: _make_argument(stated, sizes, dtype) for name, stated in call.items()}
+
+
+def _make_argument(stated: Any, sizes: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    if callable(stated):
+        return _make_argument(stated(sizes), sizes, dtype)
+    if isinstance(stated, tuple):
+        return [_make_argument(stated[min(row, len(stated) - 1)], sizes, dtype) for row in range(sizes["rows"])]
+    if not isinstance(stated, str):
+        return stated
+    words = stated.split()
+    if isinstance(named := getattr(torch, words[-1], None), torch.dtype):
+        words, dtype = words[:-1], named
+    return torch.empty([sum(_size(part, sizes) for part in word.split("+")) for word in words], dtype=dtype)
+
+
+def _size(part: str, sizes: Mapping[str, Any]) -> int:
+    return int(part if part.isdigit() else sizes[part])
 
 
 def _configs(channels: Callable[[Mapping[str, Any]], int], components: Any) -> dict[str, dict[str, Any]]:
@@ -175,77 +222,3 @@ def guides(target: Any, scale: str = "guidance_scale", above: float = 1) -> bool
 def starts_from_picture(target: Any) -> bool:
     """True if the runs of a pipeline start from a picture, which its autoencoder encodes: img2img and inpainting."""
     return {"image", "strength"} <= arguments(target).keys()
-
-
-def empty_of(anatomy: Anatomy) -> Callable[..., Tensor]:
-    """Makes empty tensors of the type that the denoiser is called with."""
-    return functools.partial(torch.empty, dtype=dtype_of(anatomy, anatomy.denoiser or ""))
-
-
-def picture_tokens(anatomy: Anatomy, shape: Shape) -> tuple[int, int]:
-    """Rows and columns of a picture's tokens, each of 2x2 latent pixels."""
-    height, width = latent_size(anatomy, shape)
-    return height // 2, width // 2
-
-
-def packed_inputs(
-    anatomy: Anatomy,
-    shape: Shape,
-    words: int,
-    added: dict[str, Any],
-    widths: tuple[str, ...] = ("joint_attention_dim",),
-) -> StepInputs:
-    """Inputs of a step with packed latents: (pictures, tokens, 4 C), followed by what the pipeline adds.
-
-    Args:
-        words: tokens of the prompt.
-        added: further arguments of the transformer.
-        widths: names in its configuration of the sizes of a word.
-    """
-    config, empty = anatomy.config(anatomy.denoiser), empty_of(anatomy)
-    rows, columns = picture_tokens(anatomy, shape)
-    channels, tokens = 4 * latent_channels(anatomy), rows * columns
-    extra_channels = int(config["in_channels"]) - channels
-    text = empty(shape.rows, words, *(int(config[width]) for width in widths))
-    return StepInputs(
-        latents=empty(shape.batch, tokens, channels),
-        timestep=torch.tensor(1.0),
-        text=text,
-        beside=empty(shape.rows, tokens, extra_channels) if extra_channels else None,
-        joined=empty(shape.rows, tokens * anatomy.joined, channels) if anatomy.joined else None,
-        added=added,
-        held=(torch.empty_like(text),) * (anatomy.calls - 1),  # the text of the other call
-    )
-
-
-def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
-    """The transformer's prediction, as ``x``: (rows, tokens, 4 C), or a map (rows, C, h, w)."""
-    time = inputs.timestep.expand(len(x)).to(x.dtype)
-    prediction: Tensor = transformer(
-        hidden_states=x, encoder_hidden_states=inputs.text, timestep=time, return_dict=False, **inputs.added
-    )[0]
-    return prediction
-
-
-def given_by_name(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a transformer's call, by the names of its forward."""
-    return dict(zip(_names(type(transformer).forward), args, strict=False)) | kwargs
-
-
-@functools.lru_cache
-def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
-
-
-def packed_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
-    """The packed latents in a call, and the size of the picture, from the ids of their tokens."""
-    arguments = given_by_name(transformer, args, kwargs)
-    latents, ids = arguments.get("hidden_states"), arguments.get("img_ids")
-    if not (isinstance(latents, Tensor) and isinstance(ids, Tensor)):
-        return None  # the call itself says what is missing
-
-    def size() -> tuple[int, int]:
-        rows, columns = (ids[..., 1:3].reshape(-1, 2).max(0).values + 1).int().tolist()
-        return 2 * rows, 2 * columns
-
-    return LatentsInCall(latents, len(latents), 4 * latents.shape[1], size)

@@ -7,15 +7,12 @@ there is none.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 from torch import nn
 
 from . import dit
 from .anatomy import Anatomy, has
-from .calls import Shape, StepInputs
 from .joint import JointBlock, join_positions
 
 _READINGS = {"text_encoder": dit.Reading("clip_text_model", 77), "text_encoder_2": dit.Reading("t5", 512)}
@@ -28,18 +25,16 @@ def is_transformer(module: Any) -> bool:
     return matches and has(module, "single_transformer_blocks") and not hasattr(module, "distilled_guidance_layer")
 
 
-def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """Inputs of a denoising step."""
-    config, rows, empty = anatomy.config(anatomy.denoiser), shape.rows, dit.empty_of(anatomy)
-    tokens, words = math.prod(dit.picture_tokens(anatomy, shape)), _READINGS["text_encoder_2"].tokens
-    added = {
-        "pooled_projections": empty(rows, int(config["pooled_projection_dim"])),
-        "img_ids": empty(tokens * (1 + anatomy.joined), 3),
-        "txt_ids": empty(words, 3),
-    }
-    if config["guidance_embeds"]:
-        added["guidance"] = torch.empty(rows)
-    return dit.packed_inputs(anatomy, shape, words, added)
+CALL = {
+    "hidden_states": "rows tokens in_channels",
+    "timestep": "rows",
+    "guidance": lambda sizes: "rows float32" if sizes["guidance_embeds"] else None,
+    "pooled_projections": "rows pooled_projection_dim",
+    "encoder_hidden_states": "rows 512 joint_attention_dim",
+    "txt_ids": "512 3",
+    "img_ids": "tokens 3",
+    "return_dict": False,
+}
 
 
 def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
@@ -70,10 +65,9 @@ def joint_block(block: Any) -> JointBlock | None:
 FAMILY = dit.family(
     is_transformer,
     _READINGS,
-    step_inputs=step_inputs,
+    call=CALL,
     channels=dit.packed_channels,
     anatomy_fields=_anatomy_fields,
     alone=("transformer", "text_encoder_2"),
-    latents_in_call=dit.packed_in_call,
     joint=joint_block,
 )

@@ -6,14 +6,10 @@ models have none.
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import torch
 
 from . import dit, flux
 from .anatomy import Anatomy, has, having
-from .calls import Shape, StepInputs
 from .joint import JointBlock, join_positions
 
 _WORDS = 512
@@ -22,16 +18,15 @@ _WORDS = 512
 is_transformer = having("x_embedder", "context_embedder", "time_guidance_embed", "double_stream_modulation_img")
 
 
-def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """Inputs of a denoising step."""
-    tokens = math.prod(dit.picture_tokens(anatomy, shape))
-    added = {
-        "img_ids": torch.empty(shape.rows, tokens * (1 + anatomy.joined), 4, dtype=torch.long),
-        "txt_ids": torch.empty(shape.rows, _WORDS, 4, dtype=torch.long),
-    }
-    if anatomy.config(anatomy.denoiser)["guidance_embeds"]:
-        added["guidance"] = torch.empty(shape.rows)
-    return dit.packed_inputs(anatomy, shape, _WORDS, added)
+CALL = {
+    "hidden_states": "rows tokens in_channels",
+    "timestep": "rows",
+    "guidance": lambda sizes: "rows float32" if sizes["guidance_embeds"] else None,
+    "encoder_hidden_states": "rows 512 joint_attention_dim",
+    "txt_ids": "rows 512 4 long",
+    "img_ids": "rows tokens 4 long",
+    "return_dict": False,
+}
 
 
 def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
@@ -58,11 +53,10 @@ def _joint_block(block: Any) -> JointBlock | None:
 FAMILY = dit.family(
     is_transformer,
     {"text_encoder": dit.Reading("qwen3", _WORDS, hidden=True, masked=True, options={"use_cache": False})},
-    step_inputs=step_inputs,
+    call=CALL,
     channels=dit.packed_channels,
     anatomy_fields=_anatomy_fields,
     unplanned=lambda target: ("transformer",) if "KV" in type(target).__name__ else (),  # it keeps keys and values
     own=lambda target: "is_distilled" in target.config,  # Z-Image has the same text encoder
-    latents_in_call=dit.packed_in_call,
     joint=_joint_block,
 )

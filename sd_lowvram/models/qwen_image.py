@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from . import dit
-from .anatomy import Anatomy, has
-from .calls import LatentsInCall, Shape, StepInputs
+from .anatomy import has
 from .joint import JointBlock, Rows, select_tokens
 
 _WORDS = 512
@@ -29,29 +28,19 @@ def is_transformer(module: Any) -> bool:
     return matches and hasattr(getattr(module, "pos_embed", None), "pos_freqs")  # ComfyUI has no such layer in its own
 
 
-def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """Inputs of a denoising step; prompts of unequal length need an attention mask."""
-    rows, empty = shape.rows, dit.empty_of(anatomy)
-    added: dict[str, Any] = {"img_shapes": [[(1, *dit.picture_tokens(anatomy, shape))]] * rows}
-    if shape.batch > 1:
-        added["encoder_hidden_states_mask"] = empty(rows, _WORDS)
-    return dit.packed_inputs(anatomy, shape, _WORDS, added)
+_CALL = {
+    "hidden_states": "rows tokens in_channels",
+    "timestep": "rows",
+    "encoder_hidden_states": f"rows {_WORDS} joint_attention_dim",
+    "encoder_hidden_states_mask": lambda sizes: f"rows {_WORDS}" if sizes["pictures"] > 1 else None,
+    "img_shapes": lambda sizes: [[(1, sizes["down"], sizes["across"])]] * sizes["rows"],
+    "return_dict": False,
+}
+"""Prompts of unequal length need an attention mask."""
 
 
-def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
-    """The transformer's prediction (rows, tokens, 4 C)."""
+def _forget_positions(transformer: Any) -> None:
     transformer.pos_embed = copy.copy(transformer.pos_embed)  # what it keeps from its first call on is in every trace
-    return dit.predict(transformer, x, inputs)
-
-
-def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
-    """The packed latents in a call, and the size of the picture, the first if reference pictures are joined."""
-    arguments = dit.given_by_name(transformer, args, kwargs)
-    latents, shapes = arguments.get("hidden_states"), arguments.get("img_shapes")
-    if not (isinstance(latents, Tensor) and shapes):
-        return None
-    first = shapes[0][0] if isinstance(shapes[0], list) else shapes[0]
-    return LatentsInCall(latents, len(latents), 4 * latents.shape[1], lambda: (2 * first[1], 2 * first[2]))
 
 
 def _joint_block(block: Any) -> JointBlock | None:
@@ -83,12 +72,11 @@ def _mask(arguments: Mapping[str, Any], rows: Rows) -> Tensor | None:
 FAMILY = dit.family(
     is_transformer,
     {"text_encoder": dit.Reading("qwen2_5_vl", _READ, hidden=True, masked=True)},
-    step_inputs=step_inputs,
+    call=_CALL,
     channels=lambda config: int(config["in_channels"]) // 4,
     alone=("transformer", "text_encoder"),
     unplanned=lambda target: ("text_encoder", "transformer") if "processor" in target.components else (),
-    predict=predict,
+    forget=_forget_positions,
     joint=_joint_block,
-    latents_in_call=latents_in_call,
     guidance_scale="true_cfg_scale",
 )

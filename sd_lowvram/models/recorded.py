@@ -112,10 +112,21 @@ class Row:
         return given_bytes((self.args, self.kwargs))
 
     @property
+    def tensors(self) -> list[Given]:
+        """The tensors among the arguments."""
+        return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Given)]
+
+    @property
+    def residual_bytes(self) -> list[int]:
+        """Bytes of each map that a ControlNet or an adapter gives to a UNet."""
+        maps = tree_flatten([value for name, value in self.kwargs.items() if name.endswith("residuals")])[0]
+        maps += tree_flatten(self.kwargs.get("mid_block_additional_residual"))[0]
+        return [given.bytes for given in maps if isinstance(given, Given)]
+
+    @property
     def values(self) -> list[Tensor | None]:
         """Contents of the tensors among the arguments, as far as they are known."""
-        leaves = tree_flatten((self.args, self.kwargs))[0]
-        return [leaf.value for leaf in leaves if isinstance(leaf, Given)]
+        return [given.value for given in self.tensors]
 
     @property
     def held_bytes(self) -> int:
@@ -194,6 +205,8 @@ class Rehearsal:
         denoiser: the largest of them, or the model that bears a denoiser's name; empty if there is none.
         waiting: models that are planned at their first call, because the pipeline's call could not be rehearsed.
         why: the error of that rehearsal. With one, ``order`` has only first calls.
+        stated: True if a family states the calls, once each, and none was rehearsed.
+        asked: what :func:`~sd_lowvram.tracing.rehearsal.rehearse_filled` was asked after the pipeline.
     """
 
     rows: tuple[Row, ...]
@@ -202,6 +215,8 @@ class Rehearsal:
     denoiser: str = ""
     waiting: tuple[str, ...] = ()
     why: str = ""
+    stated: bool = False
+    asked: tuple[Any, ...] = field(default=(), repr=False)
 
     @property
     def calls(self) -> list[Row]:
@@ -215,16 +230,17 @@ class Rehearsal:
 
     def times(self, rows: Iterable[Row]) -> int:
         """Number of calls of each of ``rows`` on average, at least 1; 0 if it is unknown."""
-        if self.why:
+        if self.why or self.stated:
             return 0
         counted = list(rows)
         return max(1, round(sum(row in counted for row in self.calls) / max(1, len(counted))))
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Height and width of the last map that an autoencoder decodes; None if none does."""
+        """Height and width of the largest map that an autoencoder decodes; None if none does."""
         decoded = [row.size for row in self.calls if row.method == "decode" and len(row.size) == 2]
-        return (decoded[-1][0], decoded[-1][1]) if decoded else None
+        height, width = max(decoded, key=math.prod, default=(0, 0))
+        return (height, width) if decoded else None
 
     def waits_for(self, component: str, stage: str) -> bool:
         """Return True if a model's stage is planned when it is called first."""
@@ -254,6 +270,7 @@ class Rehearsal:
             dtype=least.dtype,
             held=(*least.held, more),
             output_bytes=math.ceil(least.output_bytes * growth),
+            size=larger.size or least.size,
             after_bytes=math.ceil(least.after_bytes * growth),
         )
         covered = [row for row in same_method if not any(larger_tensors(by_name(row.args, row.kwargs), arguments))]

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from . import dit
-from .anatomy import Anatomy, has
-from .calls import Shape, StepInputs
+from .anatomy import has
 from .joint import JointBlock
-from .latents import latent_channels, latent_size
 
 _CLIP, _T5 = 77, 256
 """Tokens of a prompt, as each encoder reads them; what CLIP makes of it is put before what T5 makes."""
@@ -31,18 +27,13 @@ def is_transformer(module: Any) -> bool:
     return matches and hasattr(module.pos_embed, "cropped_pos_embed")
 
 
-def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """Inputs of a denoising step."""
-    config, rows, empty = anatomy.config(anatomy.denoiser), shape.rows, dit.empty_of(anatomy)
-    channels, size = latent_channels(anatomy), latent_size(anatomy, shape)
-    extra_channels = int(config["in_channels"]) - channels
-    return StepInputs(
-        latents=empty(shape.batch, channels, *size),
-        timestep=torch.tensor(1.0),
-        text=empty(rows, _CLIP + _T5, int(config["joint_attention_dim"])),
-        beside=empty(rows, extra_channels, *size) if extra_channels else None,
-        added={"pooled_projections": empty(rows, int(config["pooled_projection_dim"]))},
-    )
+_CALL = {
+    "hidden_states": "rows in_channels height width",
+    "timestep": "rows",
+    "encoder_hidden_states": f"rows {_CLIP + _T5} joint_attention_dim",
+    "pooled_projections": "rows pooled_projection_dim",
+    "return_dict": False,
+}
 
 
 def _joint_block(block: Any) -> JointBlock | None:
@@ -64,7 +55,7 @@ def _joint_block(block: Any) -> JointBlock | None:
 FAMILY = dit.family(
     is_transformer,
     _READINGS,
-    step_inputs=step_inputs,
+    call=_CALL,
     channels=lambda config: int(config["out_channels"]),
     guided="passes",
     joint=_joint_block,

@@ -162,8 +162,8 @@ def unsupported_error(
     remedy = f"What works of it: {can}" if can else f"Autoencoders of {AUTOENCODERS} are planned"
     return UnsupportedModelError(
         f"{of} {why}{shown}, which sd-lowvram does not plan. {remedy}; whole pipelines of {WHOLE}. Of any other the "
-        "weights are streamed, and no more is planned, by settings=Settings(offload='layer'); a pipeline is planned "
-        "whole when the argument call states what it is called with, which plan and optimize take, one size at a time",
+        "weights are streamed, and no more is planned, by settings=Settings(offload='layer'); plan and "
+        "optimize plan a pipeline whole, as its own call is rehearsed",
         owner=of,
         part=part,
         kind=kind,
@@ -174,7 +174,8 @@ def unsupported_error(
 
 def reads_values(error: BaseException) -> bool:
     """True for torch's errors that the contents of a fake tensor are required."""
-    return type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
+    reads = type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
+    return reads or "numpy() is not supported for tensor subclasses" in str(error)
 
 
 def cannot_be_called(target: Any, call: Mapping[str, Any], error: Exception) -> BadInputError:

@@ -9,14 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from . import dit
-from .anatomy import Anatomy, has
-from .calls import LatentsInCall, Shape, StepInputs
+from .anatomy import has
 from .joint import JointBlock, select_tokens
-from .latents import latent_channels, latent_size
 
 _TOKENS = 512
 _SHORTER = 32
@@ -29,33 +24,17 @@ def is_transformer(module: Any) -> bool:
     return matches and module.siglip_embedder is None
 
 
-def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """Inputs of a denoising step; the pipeline holds its latents in float32."""
-    config = anatomy.config(anatomy.denoiser)
-    return StepInputs(
-        latents=torch.empty(shape.batch, latent_channels(anatomy), *latent_size(anatomy, shape)),
-        timestep=torch.tensor(1.0),
-        text=dit.empty_of(anatomy)(shape.rows, _TOKENS, int(config["cap_feat_dim"])),
-    )
+_CALL = {
+    "x": ("channels 1 height width",),
+    "t": "rows",
+    "cap_feats": (f"{_TOKENS} cap_feat_dim", f"{_TOKENS - _SHORTER} cap_feat_dim"),
+    "return_dict": False,
+}
+"""With a text as long as it may be, and shorter ones."""
 
 
-def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
-    """The transformer's prediction (rows, C, h, w), of a text as long as it may be, and shorter ones."""
+def _forget_positions(transformer: Any) -> None:
     transformer.rope_embedder.freqs_cis = None  # what it keeps from its first call on belongs to every trace
-    first, *remaining = inputs.text.unbind()
-    texts = [first, *(text[:-_SHORTER] for text in remaining)]
-    maps = list(x.to(first.dtype).unsqueeze(2).unbind())
-    predicted = transformer(maps, inputs.timestep.expand(len(x)), texts, return_dict=False)[0]
-    return torch.stack([picture.float() for picture in predicted]).squeeze(2)
-
-
-def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
-    """The latents in a call: a list of one for each row, of which all have one size."""
-    maps = dit.given_by_name(transformer, args, kwargs).get("x")
-    if not (isinstance(maps, list) and maps and isinstance(maps[0], Tensor)):
-        return None
-    height, width = maps[0].shape[-2:]
-    return LatentsInCall(maps[0], len(maps), height * width, lambda: (int(height), int(width)))
 
 
 def _joint_block(block: Any) -> JointBlock | None:
@@ -70,12 +49,11 @@ FAMILY = dit.family(
     is_transformer,
     {"text_encoder": dit.Reading("qwen3", _TOKENS, hidden=True, masked=True)},
     guides_above=0,
-    step_inputs=step_inputs,
+    call=_CALL,
     channels=lambda config: int(config["in_channels"]),
     guided="passes",
     alone=("transformer", "text_encoder"),
-    predict=predict,
+    forget=_forget_positions,
     joint=_joint_block,
-    latents_in_call=latents_in_call,
     entry_methods=("encode_prompt", "prepare_latents"),
 )

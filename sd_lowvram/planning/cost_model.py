@@ -27,6 +27,7 @@ from ..knob import Act
 from ..memory.caching_allocator import SMALL
 from ..memory.reserved import segment
 from ..models.anatomy import Anatomy
+from ..models.calls import CONTROL, Stage
 from ..models.latents import latent_channels, latent_size
 from ..settings import Fidelity, Settings, acts, only, without
 from ..streaming.host_weights import RING_BYTES
@@ -41,7 +42,6 @@ from .plan import Candidate, StagePlan
 from .request import Request
 from .stage_costs import StageCosts, Step, Weights
 from .stage_seconds import Counts, Work, call_seconds, processor_seconds, stage_seconds
-from .stages import CONTROL, Stage
 
 _WORK = ("flops", "wide_flops", "moved_bytes", "product_bytes", "packed_bytes", "group_elements", "operators", "spans")
 """Figures of a trace that its time is computed from."""
@@ -448,12 +448,10 @@ class Pricing:
         """Rounding waste: each ControlNet or adapter residual stays from step to step and may pin a
         segment of its own.
         """
-        if not self.on_gpu or self.anatomy.denoiser is None or not self.anatomy.family.known:
-            return 0
-        with torch.device("meta"):
-            step = self.anatomy.family.step_inputs(self.anatomy, self.request.shape)
-        sizes = [tensor.numel() * tensor.element_size() for tensor in (*step.residuals, *step.features)]
-        return sum(segment(size) - size for size in sizes if size > SMALL)
+        record = self.anatomy.rehearsal
+        rows = [row for row in record.rows if row.component == record.denoiser] if record and self.on_gpu else []
+        wasted = [sum(segment(size) - size for size in row.residual_bytes if size > SMALL) for row in rows]
+        return max(wasted, default=0)
 
     def _buffers(self, *sizes: int) -> int:
         """Bytes that the device reserves for weight buffers of these sizes."""

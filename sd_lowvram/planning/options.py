@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..hooks.offers import Offer, OfferKind, left_open, select_kind
+from ..models.calls import Stage
 from ..settings import Settings, conflict
-from .stages import Stage
 
 Choice = dict[str, Any]
 """Knobs of a stage by name."""

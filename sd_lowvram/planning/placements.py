@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from ..hooks.parking.offload import policy_of, step_groups
 from ..knob import Act
 from ..models.anatomy import Anatomy
+from ..models.calls import CONTROL, Stage
 from ..settings import Settings
 from ..tracing.tracer import Figures
 from .stage_costs import StageCosts, Step, Weights
-from .stages import CONTROL, Stage
 
 
 @dataclass(frozen=True)

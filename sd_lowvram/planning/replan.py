@@ -18,12 +18,13 @@ from ..memory.accounts import tracing
 from ..models.anatomy import Anatomy
 from ..models.calls import LatentsInCall, map_in_call
 from ..models.causal_autoencoder import FRAMES
+from ..models.latents import scale_factor
 from ..models.recorded import Rehearsal, Row, larger_tensors, row_of
 from ..patches import Patch, wrap
 from ..units import format_size
-from .first_calls import add_first_call, row_of_call
+from .first_calls import add_first_call, add_larger_call, row_of_call
 from .request import Request
-from .stages import scale_factor
+from .stages import stated_calls
 
 Replan = Callable[[int, int, int, int, int], None]
 _replanning = threading.local()
@@ -43,15 +44,16 @@ def watch_sizes(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[
         replan: plans and attaches anew.
     """
     factor = scale_factor(anatomy)
-    for name in (anatomy.denoiser, anatomy.autoencoder) if request.rehearsal is None else ():
+    observed = request.rehearsal is not None or anatomy.family.arguments is not None
+    for name in () if observed else (anatomy.denoiser, anatomy.autoencoder):
         component = anatomy.components[name or ""] if name else None
         for entry in anatomy.entries[name] if name else ():
             denoises = name == anatomy.denoiser
             conditions = anatomy.family.conditions if denoises else lambda _: None
             latents = anatomy.family.latents_in_call if denoises else map_in_call
             watch = _SizeWatch(
-                component, entry, request, denoises, 1 if entry == "encode" else factor,
-                1 + anatomy.joined if denoises else 1, latents, replan, conditions, conditions(component),
+                component, entry, request, denoises, 1 if entry == "encode" else factor, latents, replan, conditions,
+                conditions(component),
             )  # fmt: skip
             yield wrap(component, entry, watch, "size watch")
 
@@ -63,10 +65,10 @@ def watch_calls(anatomy: Anatomy, request: Request, replan: Callable[[Rehearsal]
 
     Args:
         anatomy: parts of the target, all of which are watched.
-        request: what was planned for; without a record of its calls there are no patches.
+        request: what was planned for; without a record of its calls, or stated ones, there are no patches.
         replan: plans and attaches anew, for a record with the larger call.
     """
-    record = request.rehearsal
+    record = request.rehearsal or stated_calls(anatomy, request.shape, request.encodes)
     if record is None:
         return
     for name in anatomy.components:
@@ -146,7 +148,7 @@ class _CallWatch:
     def _record_with(self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool) -> Rehearsal:
         if not self.first:
             row = row_of(self.name, "", self.entry, None, args, kwargs, reads)
-            return self.record.add_larger(row, self._by_name)
+            return add_larger_call(self.anatomy, self.request, self.record, row, args, kwargs, self._by_name)
         row = row_of_call(self.anatomy, self.name, self.entry, args, kwargs, reads)
         return add_first_call(self.anatomy, self.request, row, args, kwargs)
 
@@ -201,15 +203,13 @@ def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object
 
 @dataclass(frozen=True)
 class _SizeWatch:
-    """Looks at the calls of a component, ``scale`` pixels of the picture to a pixel of its input, of which each row has
-    those of ``pictures``."""
+    """Looks at the calls of a component, ``scale`` pixels of the picture to a pixel of its input."""
 
     component: Any
     entry: str
     request: Request
     denoises: bool
     scale: int
-    pictures: int
     latents_in_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], LatentsInCall | None]
     replan: Replan
     conditions: Callable[[Any], object]
@@ -223,7 +223,7 @@ class _SizeWatch:
         request = self.request
         rows = request.shape.rows if self.denoises else request.batch
         planned = self._frames(request.frames)
-        pixels, frames = rows * self.pictures * request.width * request.height, request.frames
+        pixels, frames = rows * request.width * request.height, request.frames
         if latents.frames > planned or latents.rows * latents.area * latents.frames * self.scale**2 > pixels * planned:
             batch, passes = (
                 _rows_of_the_denoiser(latents.rows, request) if self.denoises else (latents.rows, request.passes)
@@ -251,7 +251,7 @@ class _SizeWatch:
     def _size(self, latents: LatentsInCall) -> tuple[int, int]:
         """Width and height of a picture of no less than what came."""
         height, width = latents.size()
-        return width * self.scale, max(height, -(-latents.area // (width * self.pictures))) * self.scale
+        return width * self.scale, max(height, -(-latents.area // width)) * self.scale
 
 
 def _rows_of_the_denoiser(rows: int, request: Request) -> tuple[int, int]:

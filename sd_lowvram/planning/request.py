@@ -17,11 +17,12 @@ from ..errors import BadInputError
 from ..kernels.attention.problem import PlannedGpu
 from ..memory.pinned import unlock_ended
 from ..models.anatomy import Anatomy
+from ..models.calls import Shape
+from ..models.latents import native_size, scale_factor
 from ..models.recorded import Rehearsal
 from ..policies import OURS, Pace
 from ..streaming.host_weights import mapped_bytes
 from ..weights import all_tensors
-from .stages import Shape, native_size, scale_factor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

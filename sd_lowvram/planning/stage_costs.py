@@ -25,6 +25,7 @@ from ..memory import kernels_of
 from ..memory.reserved import allocator_settings
 from ..memory.threads import pause_models
 from ..models.anatomy import Anatomy
+from ..models.calls import Shape, Stage
 from ..settings import Settings, acts, only, without
 from ..streaming.layout import lay_down, most_bytes
 from ..streaming.simulator import simulate, simulate_first
@@ -34,7 +35,7 @@ from ..tracing.fake_model import FakeModel
 from ..tracing.flop_counter import TooManyCopiesError
 from ..tracing.tracer import Figures, trace_equals_once
 from ..weights import all_tensors, weight_bytes
-from .stages import Shape, Stage, stages
+from .stages import stages
 
 _Kind = TypeVar("_Kind", Figures, "Step", "Weights", "Streamed", "Tried")
 
@@ -135,7 +136,7 @@ class StageCosts:
         self._overhead = overhead
         self._gpu = gpu or PlannedGpu()
         self._shape = shape
-        self._stages_of = functools.partial(stages, shape=shape, encodes=encodes)
+        self._encodes = encodes
         self._fake: FakeModel = like._fake if like else FakeModel(anatomy, device)
         self._quantised: frozenset[str] | None = None
         self._known: dict[Any, Any] = like._known if like else {}
@@ -145,6 +146,11 @@ class StageCosts:
     def stages(self) -> list[Stage]:
         """Stages of a run, in order."""
         return self._stages_of(self._anatomy)
+
+    def _stages_of(self, anatomy: Anatomy) -> list[Stage]:
+        """The stages of the model or of its fake copy, which may have been made for calls of another size."""
+        called = dataclasses.replace(anatomy, rehearsal=self._anatomy.rehearsal)
+        return stages(called, self._shape, self._encodes)
 
     def weights(self, name: str, settings: Settings) -> Weights:
         """Return the bytes of a component's weights in the precision and storage that ``settings`` request.

@@ -13,9 +13,10 @@ import contextlib
 import copy
 import functools
 import inspect
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +32,10 @@ from ..compat.private import (
     tree_map,
     without_modes,
 )
+from ..errors import ran_out
 from ..memory.fake_mode import CPU, fake_empty
 from ..memory.storage_refs import Deaths
-from ..memory.threads import pause_models
+from ..memory.threads import Redirected, pause_models
 from ..models.recorded import Given, Rehearsal, Row, row_of, steps_of
 from ..models.support import reads_values
 from ..patches import unpatched_attributes
@@ -50,8 +52,11 @@ from .values import call_with_values
 _REAL = 32 * MIB
 """Bytes of the largest tensor that is made as real zeros; a larger one stays fake."""
 
+Texts = tuple["Tensor | list[Tensor] | None", "Tensor | None"]
+
 _METHODS = ("forward", "encode", "decode", "generate", "get_image_features", "get_text_features")
 _STEPS, _COUNT = "num_inference_steps", ("num_images_per_prompt", "num_videos_per_prompt")
+_log = Redirected(logging.Logger, "handle")
 _DENOISERS = ("transformer", "unet", "prior", "decoder")
 
 
@@ -79,7 +84,8 @@ def rehearse(pipe: Any, /, **call: Any) -> Rehearsal:
     in_order = [name for name in full.counts if name in repeated] or _called_denoisers(full)
     largest = sorted(in_order, key=lambda name: -weight_bytes(models[name]))
     denoiser = next((name for name in largest if not name.startswith("controlnet")), "")
-    return replace(full, steps=steps_by_group or (((denoiser,),) if denoiser else ()), denoiser=denoiser)
+    steps_by_group = steps_by_group or (((denoiser,),) if denoiser else ())
+    return replace(full, steps=steps_by_group, denoiser=denoiser)
 
 
 def _called_denoisers(record: Rehearsal) -> list[str]:
@@ -94,19 +100,103 @@ def _step_models(full: Counter[str], fewer: Counter[str]) -> set[str]:
     return {name for name, count in full.items() if count > 1 and 2 * count >= most}
 
 
-def fill_call(
-    pipe: Any, call: Mapping[str, Any], width: int | None, height: int | None, batch: int, steps: int, scale: Any
-) -> dict[str, Any]:
-    """Return ``call`` plus size, number of pictures, steps and guidance, where ``pipe`` has such parameters.
+def rehearse_filled(
+    pipe: Any,
+    call: Mapping[str, Any],
+    width: int | None,
+    height: int | None,
+    batch: int,
+    steps: int,
+    scale: Any,
+    texts: Texts = (None, None),
+) -> Rehearsal:
+    """Return the calls that ``pipe`` makes when it is called with ``call``, and with what it requires besides.
+
+    A pipeline that refuses its call without a picture is given one, and a list of them if it refuses that too. If it
+    takes no size, the picture is as large as it has to be for a result of that size. One without text encoders is
+    given ``texts``.
 
     Args:
-        pipe: the pipeline.
+        pipe: as for :func:`rehearse`.
         call: the user's arguments, which take precedence; it is not changed.
         width, height: of the picture in pixels; None: the pipeline's own.
         batch: pictures at a time.
         steps: denoising steps.
         scale: name and value of the guidance scale; None: the pipeline's own.
+        texts: a prompt as the denoiser is given it, a tensor or a list of one, and its pooled form; None: unknown.
+
+    Raises:
+        Exception: what the first of these calls raises.
     """
+    takes, size = _parameters(pipe), (height or 512, width or 512)
+    filled = _fill_call(pipe, call, width, height, batch, steps, scale)
+    calls = (given for each in _with_texts(pipe, filled, texts) for given in _with_pictures(pipe, each, size))
+    record, given = _first_rehearsal(pipe, ({**given, **call} for given in calls))
+    made = record.size
+    if not (width is None or height is None or made in (None, (height, width)) or "width" in takes or "image" in call):
+        smaller = size[0] ** 2 // made[0], size[1] ** 2 // made[1]
+        record = rehearse(pipe, **{**given, "image": torch.zeros(1, 3, *smaller)})
+    return replace(record, asked=(call, width, height, batch, steps, scale, texts))
+
+
+def rehearse_at(pipe: Any, record: Rehearsal, width: int, height: int) -> Rehearsal:
+    """Return the calls that ``pipe`` makes for a picture of another size than in ``record``.
+
+    Args:
+        pipe: the pipeline.
+        record: of :func:`rehearse_filled`.
+        width, height: in pixels.
+    """
+    call, _, _, *others = record.asked
+    return rehearse_filled(pipe, call, width, height, *others)
+
+
+def _first_rehearsal(pipe: Any, calls: Iterable[dict[str, Any]]) -> tuple[Rehearsal, dict[str, Any]]:
+    """The record of the first call that does not fail, and that call; the first error if all fail."""
+    errors: list[Exception] = []
+    for call in calls:
+        try:
+            return rehearse(pipe, **call), call
+        except Exception as error:
+            if ran_out(error) or reads_values(error):
+                raise
+            errors.append(error)
+    raise errors[0]
+
+
+def _with_texts(pipe: Any, call: dict[str, Any], texts: Texts) -> Iterator[dict[str, Any]]:
+    """Yield ``call``, then with embeddings in place of the prompt, if the pipeline has no text encoder."""
+    yield call
+    text, pooled = texts
+    readers = (part for name, part in pipe.components.items() if name.startswith("text_encoder"))
+    if text is None or any(part is not None for part in readers):
+        return
+    mask = torch.ones(1, len(text[0]), dtype=torch.bool)
+    kinds = {"prompt_embeds": text, "pooled_prompt_embeds": pooled}
+    kinds |= dict.fromkeys(("prompt_embeds_mask", "prompt_attention_mask"), mask)
+    both = {f"{side}{name}": value for side in ("", "negative_") for name, value in kinds.items() if value is not None}
+    given = {name: value for name, value in both.items() if name in _parameters(pipe)}
+    yield {name: value for name, value in call.items() if "prompt" not in name} | given
+
+
+def _with_pictures(pipe: Any, call: dict[str, Any], size: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """Yield ``call``, then with a picture, then with a list of one for each model that looks at one."""
+    takes, picture = _parameters(pipe), torch.zeros(1, 3, *size)
+    yield call
+    images = {name for name in ("image", "control_image") if name in takes}
+    if not images:
+        return
+    yield {**dict.fromkeys(images, picture), **call}
+    several = (getattr(part, name, ()) for part in pipe.components.values() for name in ("nets", "adapters"))
+    count = max(1, *map(len, several))
+    modes = {"control_mode": [0] * count} if "control_mode" in takes else {}
+    yield {**call, **dict.fromkeys(images, [picture] * count), **modes}
+
+
+def _fill_call(
+    pipe: Any, call: Mapping[str, Any], width: int | None, height: int | None, batch: int, steps: int, scale: Any
+) -> dict[str, Any]:
+    """Return ``call`` plus size, number of pictures, steps and guidance, where ``pipe`` has such parameters."""
     takes = _parameters(pipe)
     said: dict[str, Any] = {"width": width, "height": height, _STEPS: steps, "output_type": "pt"}
     said |= dict.fromkeys(_COUNT, batch)
@@ -114,11 +204,21 @@ def fill_call(
     words = takes["max_sequence_length"].default if "max_sequence_length" in takes else 1
     if not any(name.startswith("prompt") for name in call):
         said["prompt"] = "a " * (words if isinstance(words, int) else 1)
+        said |= {} if scale else {"negative_prompt": said["prompt"]}  # without one some do not guide
     pixels = (1, 3, height or 512, width or 512)
     if {"strength", "mask_image", "control_image"} & takes.keys() or _is_required(takes.get("image")):
         said["image"] = torch.zeros(pixels)
     said |= {"control_image": torch.zeros(pixels), "mask_image": torch.ones(1, 1, *pixels[2:])}
+    said["ip_adapter_image"] = _adapter_pictures(pipe)
     return {name: value for name, value in said.items() if name in takes and value is not None} | dict(call)
+
+
+def _adapter_pictures(pipe: Any) -> list[Tensor] | None:
+    """A picture for each IP-Adapter that a pipeline has loaded; None without any."""
+    projections = getattr(getattr(pipe, "unet", None), "encoder_hid_proj", None)
+    layers = getattr(projections, "image_projection_layers", ())
+    side = getattr(getattr(getattr(pipe, "image_encoder", None), "config", None), "image_size", 224)
+    return [torch.zeros(1, 3, side, side) for _ in layers] or None
 
 
 def _is_required(parameter: inspect.Parameter | None) -> bool:
@@ -157,7 +257,7 @@ class _Copy:
         self._ledger, self._rows, self._order = _Ledger(self._mode), {}, []
         pipe = self._pipeline()
         arguments = tree_map(self._argument, dict(call))
-        with torch.no_grad(), self._ledger:
+        with torch.no_grad(), _log.to(lambda *_: None), self._ledger:  # what it logs is not about the user's call
             self._ledger.book(arguments)
             type(pipe).__call__(pipe, **arguments)
         self._end_call()
@@ -237,7 +337,7 @@ class _Copy:
         """The result of a call on fake tensors."""
         self._busy = True
         equals = {} if row.reads else self._equals[row.component]
-        called = functools.partial(call_with_values, row.values, original) if row.reads else original
+        called = functools.partial(call_with_values, row, original) if row.reads else original
         try:
             with without_modes():
                 return trace_equals_once(called, args, kwargs, equals).output

@@ -6,6 +6,7 @@ known values run on real copies too, and what is read of their results is known.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from ..compat.private import (
 from ..memory.fake_mode import active_fake_mode
 from ..memory.storage_refs import Deaths
 from ..memory.threads import Redirected
+from ..models.calls import SAFETY_CHECKER
+from ..models.recorded import Row
 from ..models.support import reads_values
 from ..weight_parts import is_wrapper
 from .fake_tensors import fake_of
@@ -35,11 +38,13 @@ _MOST = 1 << 16
 """Elements of the largest tensor whose values are known."""
 
 
-def call_with_values(values: list[Tensor | None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_with_values(row: Row, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``original`` with fake tensors of which some values are known.
 
+    A safety checker reads zeros where values are unknown: scores of pictures in which it finds nothing.
+
     Args:
-        values: contents of the tensors among the arguments, in their order; None: unknown.
+        row: the recorded call, with contents of the tensors among its arguments.
         original: the function.
         args, kwargs: its arguments.
 
@@ -52,15 +57,20 @@ def call_with_values(values: list[Tensor | None], original: Callable[..., Any], 
         return original(*args, **kwargs)
     known = _Values(mode)
     with without_modes():
-        copies = [None if value is None else value.contiguous().clone() for value in values]
+        copies = [None if value is None else value.contiguous().clone() for value in row.values]
     for tensor, value in zip(tensors, copies, strict=True):
         if value is not None:
             known.note(tensor, value)
-    with _tolist.to(known.list_of), known:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_TOLIST.to(known.list_of))
+        if row.component == SAFETY_CHECKER:
+            stack.enter_context(_NUMPY.to(lambda fake: known.known_or_zeros(fake).numpy()))
+            stack.enter_context(_ITEM.to(lambda fake: known.known_or_zeros(fake).item()))
+        stack.enter_context(known)
         return original(*args, **kwargs)
 
 
-_tolist = Redirected(FakeTensor, "tolist")
+_TOLIST, _NUMPY, _ITEM = (Redirected(FakeTensor, name) for name in ("tolist", "numpy", "item"))
 
 
 class _Values(Uncompiled):
@@ -101,6 +111,12 @@ class _Values(Uncompiled):
         with without_modes():
             known = self.known_values(fake)
         return fake.tolist() if known is None else known.tolist()
+
+    def known_or_zeros(self, fake: FakeTensor) -> Tensor:
+        """Values of ``fake``; zeros if they are unknown."""
+        with without_modes():
+            known = self.known_values(fake)
+            return torch.zeros(fake.shape, dtype=fake.dtype) if known is None else known
 
     supports_higher_order_operators = True  # read by torch
 

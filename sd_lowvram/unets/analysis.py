@@ -18,6 +18,7 @@ from ..compat.private import tree_map_only
 from ..devices.performance import Rates, profile
 from ..models import anatomy_of_components
 from ..models.calls import Shape, denoise_step
+from ..models.calls_diffusers import predict, step_inputs
 from ..tracing import MemoryTrace, trace
 from ..weights import weight_bytes
 from .layers import UNetLayer, own_side, units_of
@@ -61,8 +62,8 @@ def analyse_unet(unet: Any, width: int, height: int, passes: int = 2, rates: Rat
     anatomy = anatomy_of_components("diffusers", {"unet": unet})
     shape = Shape(width, height, passes=passes)
     with _device_context(unet):
-        inputs = anatomy.family.step_inputs(anatomy, shape)
-    step = functools.partial(denoise_step, predict=anatomy.family.predict)
+        inputs = step_inputs(anatomy, shape)
+    step = functools.partial(denoise_step, predict=predict)
     traced = trace(step, unet, inputs)
     if rates is not None:
         seconds = _predict(units, traced, rates, next(unet.parameters()).dtype.itemsize)

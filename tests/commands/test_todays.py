@@ -161,9 +161,15 @@ def test_a_pipeline_is_planned_by_its_name(name: str, here: Callable[..., Any]) 
     assert all(stage["activation_bytes"] > 0 and not stage["at_first_call"] for stage in plan["stages"])
 
 
-def test_a_named_pipeline_is_planned_for_one_size(here: Callable[..., Any]) -> None:
-    refused = here("plan", "--model", "sana-1.6b", "--max-size")
-    assert refused.exit_code == 2 and "leave --max-size out" in " ".join(refused.output.split())
+@pytest.mark.rare
+def test_the_largest_picture_of_a_pipeline_is_planned_by_its_name(here: Callable[..., Any]) -> None:
+    asked = ("plan", "--model", "pixart-sigma", "--gpu", "rtx3060", "--vram", "1200MB", "--ram", "32GB", "--json")
+    largest = here(*asked, "--max-size")
+    assert largest.exit_code == 0, largest.output
+    square = json.loads(largest.stdout)["square"]["request"]
+    assert square["width"] == square["height"] >= 1024
+    refused = here(*asked, "--width", square["width"] + 128, "--height", square["height"] + 128)
+    assert refused.exit_code == 3, refused.output
 
 
 @pytest.mark.slow(10)

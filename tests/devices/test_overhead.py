@@ -13,8 +13,8 @@ from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.overhead import NONE, Overhead
 from sd_lowvram.kernels.attention import torch_kernels
 from sd_lowvram.memory import kernels_of
+from sd_lowvram.models.calls import Shape
 from sd_lowvram.planning.stage_costs import StageCosts
-from sd_lowvram.planning.stages import Shape
 from sd_lowvram.settings import Settings
 from sd_lowvram.tracing.tracer import trace_equals_once
 from sd_lowvram.units import MIB

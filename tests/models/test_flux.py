@@ -97,7 +97,7 @@ def test_a_transformer_or_a_t5_by_itself(pipe: Any) -> None:
 def test_a_part_that_is_not_served_is_named(pipe: Any) -> None:
     pipe.register_modules(image_encoder=nn.Linear(2, 2))
     with pytest.raises(UnsupportedModelError, match=r"FluxPipeline.*\(image_encoder: Linear\)"):
-        sd_lowvram.max_size(pipe, vram="1GB")
+        sd_lowvram.attached(pipe, Settings(attention="sliced")).__enter__()
 
 
 @pytest.mark.slow(10)

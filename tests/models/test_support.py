@@ -19,8 +19,9 @@ from families import KINDS, SEEN, image_encoder, parts
 
 import sd_lowvram
 from sd_lowvram import Settings
+from sd_lowvram.api import anatomy_for_call
 from sd_lowvram.errors import BadInputError, UnsupportedModelError
-from sd_lowvram.models.calls import Shape
+from sd_lowvram.models.calls import Shape, Stage
 from sd_lowvram.models.diffusers import SERVED
 from sd_lowvram.planning.stages import stages
 from sd_lowvram.session import anatomy_of
@@ -163,6 +164,7 @@ def _vqgan() -> Any:
 
 
 _TRANSFORMER, _VIDEO, _UNET = "denoises with a transformer", "makes video", "denoises with a UNet of another kind"
+SLICED = Settings(attention="sliced")
 PIPELINES: list[tuple[str, dict[str, Callable[[], Any]], str, str, tuple[str, ...]]] = [
     ("Flux2KleinKVPipeline", {"transformer": _flux2, "vae": _flux2_vae}, "transformer", _TRANSFORMER, ("vae",)),
     ("Lumina2Pipeline", {"transformer": _lumina2, "vae": _kl}, "transformer", _TRANSFORMER, ("vae",)),
@@ -194,8 +196,7 @@ def test_other_pipelines_are_refused_in_one_sentence(
     monkeypatch.setattr("sd_lowvram.tracing.tracer._Tracer", None)  # nothing is traced
     pipe = _pipe(kind, **made_of)
     calls: list[Callable[[], Any]] = [
-        lambda: sd_lowvram.max_size(pipe, vram="4GB"),
-        lambda: sd_lowvram.attached(pipe, Settings(attention="sliced")).__enter__(),
+        lambda: sd_lowvram.attached(pipe, SLICED).__enter__(),
         lambda: sd_lowvram.decode(pipe, torch.zeros(1, 4, 8, 8), vram="4GB"),
     ]
     told = set()
@@ -242,7 +243,7 @@ def test_a_part_that_nobody_knows_is_refused_by_its_name() -> None:
     pipe = _pipe("StableUnCLIPImg2ImgPipeline", **parts)
     told = r"has a part \(image_normalizer: StableUnCLIPImageNormalizer\).*optimize\(pipe.vae"
     with pytest.raises(UnsupportedModelError, match=told):
-        sd_lowvram.max_size(pipe, vram="4GB")
+        sd_lowvram.attached(pipe, SLICED).__enter__()
 
 
 def test_text_encoders_of_another_kind_are_planned_by_their_call_or_refused() -> None:
@@ -253,12 +254,12 @@ def test_text_encoders_of_another_kind_are_planned_by_their_call_or_refused() ->
     pipe.register_modules(text_encoder=T5EncoderModel(T5Config(**sizes)))
     told = r"reads prompts in another way \(text_encoder: T5.*optimize\(pipe.text_encoder, "
     with pytest.raises(UnsupportedModelError, match=told):
-        sd_lowvram.max_size(pipe, vram="4GB")
+        sd_lowvram.attached(pipe, SLICED).__enter__()
     plan = sd_lowvram.plan(pipe, vram="4GB", width=64, height=64, device="cpu")
     assert [stage.name for stage in plan.stages] == ["text", "denoise", "decode"]
     pipe.register_modules(text_encoder=Qwen2Model(Qwen2Config(vocab_size=64, hidden_size=32, num_hidden_layers=1)))
     with pytest.raises(UnsupportedModelError, match="reads prompts with a text encoder of another kind"):
-        sd_lowvram.max_size(pipe, vram="4GB")
+        sd_lowvram.attached(pipe, SLICED).__enter__()
 
 
 def test_text_encoders_of_other_pipelines_are_planned_alone() -> None:
@@ -267,16 +268,16 @@ def test_text_encoders_of_other_pipelines_are_planned_alone() -> None:
     prior = _pipe("FluxPriorReduxPipeline", text_encoder_2=todays.t5)
     told = r"reads prompts in another way \(text_encoder_2: T5.*What works of it: optimize\(pipe.text_encoder_2, ...\);"
     with pytest.raises(UnsupportedModelError, match=told):
-        sd_lowvram.max_size(prior, vram="4GB")
+        sd_lowvram.attached(prior, SLICED).__enter__()
 
 
 def test_what_edits_a_picture_is_refused_by_the_part_that_is_there() -> None:
     make = {"transformer": lambda: todays.qwen_image().transformer, "vae": todays.frames}
     told = r"denoises with a transformer \(transformer: Qwen.*What works of it: optimize\(pipe.vae, ...\), decode"
     with pytest.raises(UnsupportedModelError, match=told):
-        sd_lowvram.max_size(_pipe("QwenImageEditPipeline", processor=lambda: None, **make), vram="4GB")
+        sd_lowvram.attached(_pipe("QwenImageEditPipeline", processor=lambda: None, **make), SLICED).__enter__()
     with pytest.raises(UnsupportedModelError, match=r"with a text encoder .*Autoencoders of"):
-        sd_lowvram.max_size(_pipe("QwenImageEditPipeline", text_encoder=todays.qwen25_vl), vram="4GB")
+        sd_lowvram.attached(_pipe("QwenImageEditPipeline", text_encoder=todays.qwen25_vl), SLICED).__enter__()
 
 
 def test_a_pipeline_of_no_models_is_told() -> None:
@@ -310,10 +311,14 @@ KINDS_WITH |= {"controlnet": "controlnet", "ip adapter, sdxl": "image_encoder", 
 
 @pytest.mark.parametrize("kind", KINDS_WITH)
 def test_every_served_part_of_a_pipeline_has_a_stage(kind: str) -> None:
-    anatomy = anatomy_of(KINDS[kind].make())
-    found = [stage.component for stage in stages(anatomy, Shape(64, 64), encodes=False)]
-    assert KINDS_WITH[kind] in found
-    assert found == list(anatomy.components) and set(found) <= SERVED.keys()
+    found = {stage.component for stage in planned(KINDS[kind].make())}
+    assert KINDS_WITH[kind] in found and found <= SERVED.keys()
+
+
+def planned(pipe: Any) -> list[Stage]:
+    """The stages of a picture of 64x64."""
+    anatomy = anatomy_for_call(pipe, None, {"width": 64, "height": 64}, guided=True, call=None)
+    return stages(anatomy, Shape(64, 64), encodes=False)
 
 
 @pytest.mark.parametrize("kind", [*KINDS_WITH, "controlnet union", "controlnet, two"])
@@ -323,10 +328,7 @@ def test_every_share_of_a_pipelines_models_has_its_stages(kind: str) -> None:
     for names in (one for count in range(1, len(models)) for one in itertools.combinations(models, count)):
         for name, part in models.items():
             setattr(pipe, name, part if name in names else None)
-        anatomy = anatomy_of(pipe)
-        found = stages(anatomy, Shape(64, 64), encodes=False)
-        assert [stage.component for stage in found] == list(names)
-        assert all(stage.inputs() for stage in found)
+        assert {stage.component for stage in planned(pipe)} == set(names)
 
 
 def test_all_that_is_served_is_in_these_tests() -> None:

@@ -281,8 +281,7 @@ def test_runs_without_guidance_are_planned_for_fewer_rows_or_calls_and_anew_wher
     todays.picture(pipe, **todays.prompts(pipe, guided=False))
     assert attachments(pipe)[0].plan is plan
     assert todays.agrees(plan, todays.picture(pipe, guidance_scale=5.0), expected)
-    now = attachments(pipe)[0].plan
-    assert now is not None and now.request.passes == 2
+    assert attachments(pipe)[0].plan is not plan
 
 
 def test_z_image_guides_above_0_and_stops_on_the_way() -> None:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import rehearsed
 import todays
 import torch
 from torch import Tensor, nn
 
 import sd_lowvram
 from sd_lowvram import Settings
-from sd_lowvram.errors import BudgetError, UnsupportedModelError
+from sd_lowvram.errors import BadInputError, BudgetError, UnsupportedModelError
 from sd_lowvram.units import format_size
 from sd_lowvram.weights import weight_bytes
 
@@ -37,18 +38,18 @@ def run(pipe: Any, **given: Any) -> Tensor:
 KINDS = [(todays.lumina2, lumina2)]
 
 
-def test_the_largest_picture_is_refused_unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd_lowvram.api.rehearse", None)
-    with pytest.raises(UnsupportedModelError, match=r"Lumina2Pipeline .*which plan and optimize take, one size"):
-        sd_lowvram.max_size(todays.lumina2(), vram="1GB")
+def test_the_largest_picture_is_refused_until_the_call_can_be_rehearsed() -> None:
+    pipe, asked = todays.lumina2(), {"vram": "12MiB", "device": "cpu", "settings": Settings(offload="none")}
+    with pytest.raises(BadInputError, match=r"cannot be rehearsed \(.*as call"):
+        sd_lowvram.max_size(pipe, **asked)
+    square = sd_lowvram.max_size(pipe, call=rehearsed.lumina2_call(), **asked)["square"]
+    assert square is not None and square.request.width >= 64
 
 
 @pytest.mark.parametrize(("make", "picture"), KINDS, ids=[make.__name__ for make, _ in KINDS])
 def test_any_pipeline_streams(make: Callable[[], Any], picture: Callable[[Any], Tensor]) -> None:
     pipe = make()
     expected, size = picture(pipe), weight_bytes(pipe.transformer, pipe.vae)
-    with pytest.raises(UnsupportedModelError, match=r"offload.* one size at a time"):
-        sd_lowvram.max_size(pipe, vram="1GB")
     held = {}
     for way in WAYS:
         plan = sd_lowvram.optimize(pipe, vram="1GB", settings=Settings(offload=way), **ASKED)

@@ -101,10 +101,10 @@ def test_what_does_not_fit_is_refused_before_its_first_step(pipe: Any) -> None:
     sd_lowvram.optimize(pipe, **{**PLENTY, "vram": f"{plan.minimum_vram_bytes} B"})
     before, steps = pipe.unet, []
     pipe.unet = parts("sd15", block_out_channels=[64, 512])["unet"]
-    pipe.unet.register_forward_pre_hook(lambda _, given: steps.append(type(given[0])))
+    pipe.unet.register_forward_pre_hook(lambda unet, _: steps.append(unet))  # on copies it is called by a plan, too
     with pytest.raises(BudgetError):
         tiny.run(pipe, steps=1)
-    assert torch.Tensor not in steps  # a plan's trace calls it, too
+    assert pipe.unet not in steps
     pipe.unet = before
     assert torch.isfinite(tiny.run(pipe, steps=1)).all()
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_search import request
 
+import sd_lowvram
 from sd_lowvram import Settings
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.planning.max_size import RATIOS, largest, largest_plans
@@ -49,3 +50,15 @@ def test_the_next_larger_size_does_not_fit() -> None:
         assert plan.predicted.peak_bytes + plan.predicted.overhead_bytes <= asked.vram >= plan.minimum_vram_bytes
         with pytest.raises(BudgetError):
             make_plan(anatomy, larger, Settings())
+
+
+@pytest.mark.slow(10)
+def test_the_largest_picture_of_a_pipeline_is_planned_by_its_own_call() -> None:
+    pipe = families.plain("sd15")
+    asked: dict[str, Any] = {"vram": "24MiB", "device": "cpu", "settings": Settings.policy("diffusers-default")}
+    square = sd_lowvram.max_size(pipe, **asked)["square"]
+    assert square is not None and square.request.rehearsal is not None
+    side = square.request.width
+    assert sd_lowvram.plan(pipe, width=side, height=side, **asked).predicted.peak_bytes <= 24 * MIB
+    with pytest.raises(BudgetError):
+        sd_lowvram.plan(pipe, width=side + 64, height=side + 64, **asked)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import sd_lowvram
 from sd_lowvram.errors import BadInputError, BudgetError
-from sd_lowvram.models.recorded import Given, Rehearsal, row_of
+from sd_lowvram.models.recorded import Given, Rehearsal, Row, row_of
 from sd_lowvram.planning import replan
 from sd_lowvram.planning.request import request_for
-from sd_lowvram.planning.stages import stages
+from sd_lowvram.planning.stages import stages, stated_calls
 from sd_lowvram.planning.wording import Kind
 from sd_lowvram.session import anatomy_of
 from sd_lowvram.settings import Fidelity
@@ -29,6 +29,19 @@ from sd_lowvram.units import MIB
 from sd_lowvram.weights import weight_bytes
 
 CALL: dict[str, Any] = {"prompt": "a red apple"}
+XL = "StableDiffusionXLPipeline"
+MAKE = {
+    make.__name__: make
+    for make in (
+        todays.sd3,
+        todays.flux,
+        todays.z_image,
+        todays.klein,
+        todays.chroma,
+        todays.qwen_image,
+        todays.krea2,
+    )
+}
 
 
 def picture(pipe: Any, **more: Any) -> Tensor:
@@ -357,27 +370,29 @@ def test_a_call_that_cannot_be_made_is_named() -> None:
     assert sd_lowvram.plan(TwoExperts(16), vram="1GB", device="cpu", call={"prompt": "a"}).fits
 
 
-KNOWN = ["sd15", "sdxl", "sd3", "flux", "z_image"]
+KNOWN = ["sd15", "sdxl", "sd3", "flux", "z_image", "klein", "chroma", "qwen_image", "krea2"]
 
 
 @pytest.mark.slow(10)
 @pytest.mark.parametrize("kind", KNOWN)
-def test_families_say_what_a_rehearsal_records(kind: str) -> None:
-    make, call_of = rehearsed.KINDS[kind]
-    pipe = make()
-    size = families.SIZE
-    call = call_of(pipe)
+def test_families_state_what_a_rehearsal_records(kind: str) -> None:
+    pipe = families.plain(kind, XL) if kind == "sdxl" else families.plain(kind) if kind == "sd15" else MAKE[kind]()
+    call = {"prompt": "a"} if kind in ("sd15", "sdxl") else todays.prompts(pipe)
     if kind == "z_image":  # the family plans the longest prompt that is taken, and a shorter negative one
         call |= {"prompt_embeds": [torch.zeros(512, 64)], "negative_prompt_embeds": [torch.zeros(480, 64)]}
-    record = rehearse(pipe, **call, num_inference_steps=3, output_type="pt")
+    record = rehearse(pipe, **call, width=64, height=48, num_inference_steps=3, output_type="pt")
     anatomy = anatomy_of(pipe)
-    request = request_for(anatomy, width=size, height=size, steps=3)
-    written = {stage.component: stage for stage in stages(anatomy, request.shape, request.encodes)}
-    denoises = written[record.denoiser]
-    module, inputs, *_ = denoises.inputs()
-    with rehearsed.recorded(pipe) as calls, torch.no_grad():
-        denoises.run(module, inputs)
-    said = {shape for call in calls for shape in call[3]}
-    seen = {shape for row in record.rows if row.component == record.denoiser for shape in rehearsed.given_shapes(row)}
+    request = request_for(anatomy, width=64, height=48, steps=3)
+    stated = stated_calls(anatomy, request.shape, request.encodes)
+    assert stated is not None and stated.steps == record.steps
+    said, seen = (
+        {row.method: shapes(row) for row in rows if row.component in (record.denoiser, "vae")}
+        for rows in (stated.rows, record.rows)
+    )
+    assert said == seen
     assert record.counts[record.denoiser] == 3 * anatomy.calls
-    assert {shape for shape, _ in said if len(shape) > 1} == {shape for shape, _ in seen if len(shape) > 1}
+
+
+def shapes(row: Row) -> set[tuple[int, ...]]:
+    """Of all tensors but those of one number for each row."""
+    return {given.shape for given in row.tensors if len(given.shape) > 1}

@@ -20,13 +20,15 @@ from sd_lowvram.devices.performance import PROFILES, profile
 from sd_lowvram.errors import BadInputError, BudgetError, PlanningError
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models import anatomy_of_components
+from sd_lowvram.models.anatomy import Anatomy
+from sd_lowvram.models.calls import Shape
 from sd_lowvram.planning.cost_model import Pricing
 from sd_lowvram.planning.plan import Request
 from sd_lowvram.planning.search import PlanSearch, best_plan, make_plan
 from sd_lowvram.planning.stage_costs import StageCosts
-from sd_lowvram.planning.stages import Shape
 from sd_lowvram.session import anatomy_of
 from sd_lowvram.settings import STREAMED
+from sd_lowvram.tracing.rehearsal import rehearse_filled
 from sd_lowvram.units import GIB, MIB
 from sd_lowvram.weights import weight_bytes
 
@@ -123,8 +125,8 @@ def test_the_impossible_is_refused(anatomy: Any, least: int) -> None:
 @pytest.fixture
 def on_a_card() -> Any:
     """A request for so many bytes of a card by name, and the target: with a ControlNet, a stage without levels."""
-    target = anatomy_of(families.controlled(1))
-    asked = dataclasses.replace(request(1), device=torch.device("cuda"))
+    target = controlled()
+    asked = dataclasses.replace(request(1), device=torch.device("cuda"), rehearsal=target.rehearsal)
     return lambda vram, **limits: (target, dataclasses.replace(asked, vram=vram, **limits), Settings())
 
 
@@ -209,37 +211,41 @@ def test_a_long_run_is_called_slow(anatomy: Any) -> None:
     assert any(reason.startswith("slow: ") for reason in plan.reasons)
 
 
+def controlled() -> Anatomy:
+    """A pipeline with a ControlNet, with the calls of a picture of 64x64."""
+    pipe = families.controlled(1)
+    return anatomy_of(pipe, rehearsal=rehearse_filled(pipe, {}, 64, 64, 1, 30, None))
+
+
 def test_a_controlnet_is_counted() -> None:
-    from diffusers import ControlNetModel
-
-    parts = build_components(families.config("sd15"), device="meta", only=("unet",))
-    alone = make_plan(anatomy_of_components("diffusers", parts), request(GIB), Settings())
-    with torch.device("meta"):
-        net = ControlNetModel.from_unet(parts["unet"], load_weights_from_unet=False)
-    anatomy = anatomy_of_components("diffusers", {"controlnet": net, **parts})
-    both = make_plan(anatomy, request(GIB), Settings())
-    assert [stage.name for stage in both.stages] == ["control", "denoise"]
-    control, step = both.stages
-    assert control.seconds > 0 and both.predicted.seconds > alone.predicted.seconds
-    assert control.weights_bytes == step.weights_bytes == weight_bytes(*anatomy.components.values())
+    target = controlled()
+    alone = make_plan(anatomy_of_components("diffusers", {"unet": target.components["unet"]}), request(GIB), Settings())
+    asked = dataclasses.replace(request(GIB), rehearsal=target.rehearsal)
+    both = make_plan(target, asked, Settings())
+    stages = {stage.name: stage for stage in both.stages}
+    assert list(stages) == ["text", "control", "denoise", "decode"]
+    assert stages["control"].seconds > 0 and both.predicted.seconds > alone.predicted.seconds
+    assert (
+        stages["control"].weights_bytes == stages["denoise"].weights_bytes == weight_bytes(*target.components.values())
+    )
     residuals = 2 * 2 * 32 * 8 * 8 * 4  # of the first level alone
-    assert step.activation_bytes - alone.stages[0].activation_bytes >= residuals
-    assert make_plan(anatomy, request(both.minimum_vram_bytes), Settings()).settings.offload in STREAMED
+    assert stages["denoise"].activation_bytes - alone.stages[0].activation_bytes >= residuals
+    least = dataclasses.replace(asked, vram=both.minimum_vram_bytes)
+    assert make_plan(target, least, Settings()).settings.offload in STREAMED
 
 
-def test_components_that_take_turns_in_a_step_are_copied_in_each(anatomy: Any) -> None:
-    from diffusers import ControlNetModel
-
-    unet = anatomy.components["unet"]
-    with torch.device("meta"):
-        net = ControlNetModel.from_unet(unet, load_weights_from_unet=False)
-    both = anatomy_of_components("diffusers", {"controlnet": net, "unet": unet})
+def test_components_that_take_turns_in_a_step_are_copied_in_each() -> None:
+    target = controlled()
+    parts = [target.components[name] for name in ("controlnet", "unet")]
 
     def seconds(offload: str, steps: int) -> float:
-        return make_plan(both, request(GIB, steps=steps), Settings(offload=offload)).predicted.seconds
+        record = rehearse_filled(families.controlled(1), {}, 64, 64, 1, steps, None)
+        asked = dataclasses.replace(request(GIB, steps=steps), rehearsal=record)
+        of = dataclasses.replace(target, rehearsal=record)
+        return make_plan(of, asked, Settings(offload=offload)).predicted.seconds
 
-    copied, held = (seconds(offload, 11) - seconds(offload, 1) for offload in ("component", "none"))
-    assert copied - held == pytest.approx(10 * weight_bytes(net, unet) / RATES.copy_bandwidth, rel=0.01)
+    copied, held = (seconds(offload, 21) - seconds(offload, 11) for offload in ("component", "none"))
+    assert copied - held == pytest.approx(10 * weight_bytes(*parts) / RATES.copy_bandwidth, rel=0.01)
 
 
 def test_a_step_of_two_calls_takes_twice_as_long(anatomy: Any) -> None:

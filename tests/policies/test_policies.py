@@ -62,8 +62,8 @@ def test_a_policy_leaves_nothing_to_the_plan(pipe: Any, name: str) -> None:
     decided = {key: value for key, value in settings.as_dict().items() if value is not None}
     assert {key: getattr(plan.settings, key) for key in decided} == decided
     with pytest.raises(sd_lowvram.errors.BudgetError):
-        sd_lowvram.plan(pipe, vram="8MB", width=256, height=256, device="cpu", settings=settings)
-    sd_lowvram.plan(pipe, vram="8MB", width=256, height=256, device="cpu")
+        sd_lowvram.plan(pipe, vram="9MB", width=256, height=256, device="cpu", settings=settings)
+    sd_lowvram.plan(pipe, vram="9MB", width=256, height=256, device="cpu")
 
 
 def test_what_needs_an_accelerator_is_refused_on_a_cpu() -> None:

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import sd_lowvram
 from sd_lowvram.compat.private import FakeTensor, FakeTensorMode
 from sd_lowvram.memory import measured_peak
+from sd_lowvram.models.recorded import row_of
 from sd_lowvram.tracing import values
 from sd_lowvram.tracing.rehearsal import rehearse
 
@@ -229,8 +230,9 @@ def test_lists_of_known_values_are_read_at_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(values._Values, "__torch_dispatch__", count)
     numbers = torch.arange(100)
+    row = row_of("", "", "", None, (numbers, torch.empty(100, dtype=torch.long, device="meta")), {})
     with FakeTensorMode():
         fakes = torch.empty(100, dtype=torch.long), torch.empty(100, dtype=torch.long)
-        lists = values.call_with_values([numbers, None], read, *fakes)
+        lists = values.call_with_values(row, read, *fakes)
     assert lists == [numbers.tolist(), [2, 3], (numbers + 1).tolist()]
     assert FakeTensor.tolist is before

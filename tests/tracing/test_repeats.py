@@ -20,9 +20,9 @@ from sd_lowvram.hooks.pieces import vae_exact
 from sd_lowvram.hooks.registry import list_offers
 from sd_lowvram.memory.repeats import representative_pieces, representatives
 from sd_lowvram.models import anatomy_of_components
+from sd_lowvram.models.calls import Shape
 from sd_lowvram.planning.options import ladder
 from sd_lowvram.planning.stage_costs import StageCosts
-from sd_lowvram.planning.stages import Shape
 from sd_lowvram.tracing import MemoryTrace, trace
 from sd_lowvram.tracing.equal_calls import equal_modules
 from sd_lowvram.tracing.tracer import trace_equals_once

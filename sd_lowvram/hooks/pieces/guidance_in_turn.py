@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from ...compat.private import tree_flatten, tree_unflatten
 from ...errors import NoSiteError
 from ...models.anatomy import Anatomy
-from ...models.dit import given_by_name
 from ...models.joint import JointBlock
 from ...patches import Patch, wrap
 from ...settings import Settings
 from ...streaming.weight_scopes import repeated_calls
 from ...weights import needs_graph, place_part
-from ..arguments import are_watched, batch_of, holds_last_pictures, part_of, shares
+from ..arguments import are_watched, batch_of, given_by_name, holds_last_pictures, part_of, shares
 from ..offers import Offer, OfferKind, Target
 from ..parking.offloaded_tensor import OffloadedMap
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from ...kernels.attention.torch_kernels import TORCHS_ATTENTION
 from ...memory.repeats import representative_pieces
 from ...models.anatomy import layer
-from ...models.dit import given_by_name
 from ...models.joint import JointBlock, Rows
 from ...patches import set_patch, wrap
 from ...streaming.weight_scopes import hold_weights
 from ...weights import needs_graph, place_part
+from ..arguments import given_by_name
 from .feed_forward import FEWEST_TOKENS
 from .strips import equal_spans
 
