@@ -138,9 +138,9 @@ class EqualCalls:
         Args:
             modules: modules with the number of their kind, from :func:`equal_modules`.
         """
+        kinds = {module: (number, *map(roles_of, module.modules())) for module, number in modules.items()}
         with contextlib.ExitStack() as stack:
-            for module, number in modules.items():
-                kind = number, *map(roles_of, module.modules())
+            for module, kind in kinds.items():
                 called = functools.partial(self._call, module, kind)
                 stack.callback(set_patch(wrap(module, "forward", called, "equal calls")))
             yield
