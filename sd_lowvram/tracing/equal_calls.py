@@ -1,8 +1,8 @@
 """Calls of equal modules: a trace runs the first, and repeats its figures for the rest.
 
 A UNet's levels repeat their blocks, SDXL's ten times. On fake tensors the memory and work of a call depend on shapes
-alone, so a call of another module with weights of the same shapes has the same figures. This does not hold for streamed
-weights, which are copied and dropped by a schedule: such models are traced whole.
+alone, so a call of another module with weights of the same shapes has the same figures. Streamed weights are copied and
+dropped by a schedule: the engine still moves those of every call (:mod:`call_log`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from ..compat.private import FakeTensor, FakeTensorMode, storage_key, tree_flatten
 from ..memory.accounts import current_account
-from ..memory.repeats import times
+from ..memory.repeats import Follower, times
 from ..patches import roles_of, set_patch, wrap
-from ..streaming.timing import ModuleSpan
+from ..streaming.weight_scopes import open_repeats
 from ..weights import own_tensors
+from .call_log import CallLog, Entry, Roles, as_one, ends_own, moves_in
 from .flop_counter import ModuleWork
-from .ledger import Ledger
+from .ledger import Ledger, Stretch
 from .op_cache import Recipe, make, recipe_for
 
 
@@ -98,19 +99,17 @@ class _Call:
     """Record of a call.
 
     Attributes:
-        above: peaks during the call, less the bytes at its start.
-        allocations: what was allocated and freed, by number.
+        log: what happened in it.
+        roles: streamed blocks of the module.
         kept: numbers of the allocations that are the results.
-        spans: the work, module by module.
         path: dotted name of the module.
         results: recipe of the results.
         before: bytes on the device at the start.
     """
 
-    above: Sequence[int]
-    allocations: Sequence[tuple[int, int]]
+    log: Sequence[Entry]
+    roles: Roles
     kept: tuple[int, ...]
-    spans: tuple[ModuleSpan, ...]
     path: str
     results: Recipe
     before: int
@@ -126,35 +125,43 @@ class EqualCalls:
             work: counts the operations.
             mode: makes the fake results.
         """
-        self._ledger, self._work, self._mode = ledger, work, mode
+        self._ledger, self._mode = ledger, mode
+        self._log = CallLog(ledger, work)
         self._known: dict[Hashable, list[tuple[dict[str, Any], _Call | None]]] = {}
 
     @contextlib.contextmanager
-    def run_once(self, modules: Mapping[nn.Module, int]) -> Iterator[None]:
+    def run_once(self, modules: Mapping[nn.Module, int]) -> Iterator[Follower]:
         """Run one call of each kind within the block, and repeat its record for equal calls.
 
-        Calls are equal if the kind of the module, its hooks and the shapes of the arguments are.
+        Calls are equal if the kind of the module, its hooks and the shapes of the arguments are, and if its layers have
+        streamed weights in the same places.
 
         Args:
             modules: modules with the number of their kind, from :func:`equal_modules`.
+
+        Yields:
+            The follower to notify of loops.
         """
+        if not modules:
+            yield self._ledger
+            return
         kinds = {module: (number, *map(roles_of, module.modules())) for module, number in modules.items()}
-        with contextlib.ExitStack() as stack:
+        with self._log.listening(), contextlib.ExitStack() as stack:
             for module, kind in kinds.items():
                 called = functools.partial(self._call, module, kind)
                 stack.callback(set_patch(wrap(module, "forward", called, "equal calls")))
-            yield
+            yield self._log
 
     def _call(self, module: nn.Module, kind: Hashable, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        arguments = self._facts((args, kwargs))
+        arguments, roles = self._facts((args, kwargs)), self._log.roles(module)
         if arguments is None:
             return forward(*args, **kwargs)
-        calls, own = self._known.setdefault((kind, arguments), []), vars(module)
+        calls, own = self._known.setdefault((kind, arguments, roles.kind), []), vars(module)
         for read, call in calls:
             if all(own.get(name) == value for name, value in read.items()):
-                return forward(*args, **kwargs) if call is None else self._repeat_call(call)
+                return forward(*args, **kwargs) if call is None else self._repeat_call(call, roles)
         with _read(module) as read:
-            result, call = self._first(forward, args, kwargs)
+            result, call = self._first(forward, roles, args, kwargs)
         calls.append((read, call))
         return result
 
@@ -162,6 +169,7 @@ class EqualCalls:
         """Facts that a call depends on in addition to the module; None if they are unknown."""
         leaves, structure = tree_flatten(arguments)
         facts: list[Any] = [str(structure), torch.is_inference_mode_enabled(), current_account(), times()]
+        facts.append(open_repeats() is None)
         for leaf in leaves:
             if isinstance(leaf, FakeTensor):
                 facts.append((leaf.shape, leaf.stride(), leaf.dtype, self._ledger.account_of(leaf)))
@@ -171,28 +179,31 @@ class EqualCalls:
                 return None
         return tuple(facts)
 
-    def _first(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, _Call | None]:
+    def _first(self, forward: Callable[..., Any], roles: Roles, args: Any, kwargs: Any) -> tuple[Any, _Call | None]:
         """Run a call; return its result and its record. The record is None if the call did more than that."""
         ledger, path = self._ledger, self._ledger.path
-        live, met, first = ledger.live_now(), ledger.met, len(self._work.spans)
-        place = len(ledger.allocations)
-        self._work.spans.append(ModuleSpan(path))  # so that the call has spans of its own
+        before, met, place = ledger.live_now()["device"], ledger.met, len(ledger.allocations)
         leaves = tree_flatten((args, kwargs))[0]
-        with ledger.separate_peaks() as above:
+        start = self._log.begin()
+        try:
             result = forward(*args, **kwargs)
+        finally:
+            log = self._log.finish(start)
         # Autoencoders of frames write into their arguments what the next call needs.
         wrote = list(map(id, leaves)) != list(map(id, tree_flatten((args, kwargs))[0]))
-        spans = tuple(ModuleSpan(**vars(span)) for span in self._work.spans[first:])
-        self._work.spans.append(ModuleSpan(path))
         results = self._new_tensors(result)
         if results is None or ledger.met != met or wrote:
             return result, None
-        before = live["device"]
-        live["device"] += results.moved
-        if ledger.live_now() != live:
+        changes = map(sum, zip(*(entry.changes for entry in log if isinstance(entry, Stretch)), strict=True))
+        if [*changes][:3] != [results.moved, 0, 0]:
             return result, None
-        numbers = tuple(ledger.number_of(tensor) for tensor in _tensors(result))
-        return result, _Call(above, ledger.allocations[place:], numbers, spans, path, results, before)
+        kept = tuple(ledger.number_of(tensor) for tensor in _tensors(result))
+        moves = moves_in(log)
+        if not moves:
+            log = as_one(log, ledger.allocations[place:])
+        elif not all(move.repeatable and move.block in roles.blocks for move in moves) or not ends_own(log, {*kept}):
+            return result, None
+        return result, _Call(log, roles, kept, path, results, before)
 
     def _new_tensors(self, result: Any) -> Recipe | None:
         """Return the recipe of a call's results if they are new tensors on the device that fill their memory; else
@@ -207,16 +218,12 @@ class EqualCalls:
         own = own and all(self._ledger.account_of(tensor) == "device" for tensor in tensors)
         return Recipe(recipe, container, moved=sum(storages.values())) if own else None
 
-    def _repeat_call(self, call: _Call) -> Any:
-        self._ledger.repeat_peaks(call.above)
-        here, there = self._ledger.path, call.path
+    def _repeat_call(self, call: _Call, roles: Roles) -> Any:
         more = self._ledger.live_now()["device"] - call.before
-        for span in call.spans:
-            inside = not there or span.path == there or span.path.startswith(f"{there}.")
-            path = here + span.path[len(there) :] if inside else span.path
-            self._work.spans.append(ModuleSpan(**vars(span) | {"path": path, "held_bytes": span.held_bytes + more}))
+        numbers = self._log.repeat(call.log, (call.roles, roles), call.path, more)
         result = make(call.results, self._mode, (None,))
-        self._ledger.repeat(call.allocations, dict(zip(call.kept, _tensors(result), strict=True)))
+        for number, tensor in zip(call.kept, _tensors(result), strict=True):
+            self._ledger.adopt(tensor, numbers[number])
         return result
 
 

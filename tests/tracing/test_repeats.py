@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+import todays
 import torch
 from torch import nn
 
@@ -44,6 +45,10 @@ FIGURES = (
 
 def figures(traced: MemoryTrace) -> dict[str, int]:
     return {name: getattr(traced, name) for name in FIGURES}
+
+
+def reserved(traced: MemoryTrace) -> tuple[int, int, int]:
+    return traced.reserved_bytes, traced.repeated_bytes, traced.recorded_bytes
 
 
 @pytest.mark.parametrize(
@@ -155,8 +160,35 @@ def test_weights_that_are_streamed_come_and_go_in_every_call(offload: str) -> No
     costs = StageCosts(anatomy, Shape(512, 512), False, torch.device("cuda"))
     stage = next(stage for stage in costs.stages if stage.name == "denoise")
     short, whole = (costs.trace(stage, settings, whole=whole) for whole in (False, True))
-    assert figures(short) == figures(whole) and len(short.timeline) == len(whole.timeline)
+    assert figures(short) == figures(whole) and reserved(short) == reserved(whole)
+    assert len(short.timeline) < 0.9 * len(whole.timeline)
     assert whole.copied_bytes > weight_bytes(anatomy.denoiser_module) // 2
+
+
+TRANSFORMERS = {
+    "flux": lambda: todays.flux(num_layers=5, num_single_layers=6).components,
+    "z-image": lambda: {**todays.z_image().components, "transformer": todays.z_image_transformer(6)},
+}
+CHUNKS = {"transformer_chunks": 8, "feed_forward_chunks": 8}
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"split_layers": True}, CHUNKS, {**CHUNKS, "split_layers": True}, {**CHUNKS, "weight_storage": "fp8"}],
+)  # what is widened for several calls hangs on which blocks have to go
+@pytest.mark.parametrize("offload", ["blocks", "layer"])
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_the_engine_moves_the_weights_of_equal_blocks(family: str, offload: str, knobs: dict[str, Any]) -> None:
+    parts = {name: part for name, part in TRANSFORMERS[family]().items() if isinstance(part, nn.Module)}
+    anatomy = anatomy_of_components(family, parts)
+    turns = {"guidance_in_turn": True} if family == "z-image" else {}
+    settings = Settings(offload=offload, inference_mode=True, **turns, **knobs)
+    costs = StageCosts(anatomy, Shape(1024, 1024), False, torch.device("cuda"))
+    for stage in (stage for stage in costs.stages if stage.name in ("text", "denoise")):
+        short, whole = (costs.trace(stage, settings, whole=whole) for whole in (False, True))
+        assert figures(short) == figures(whole) and reserved(short) == reserved(whole)
+        left_out = len(short.timeline) < 0.9 * len(whole.timeline)
+        assert left_out == ("weight_storage" not in knobs) or stage.name == "text"
 
 
 def test_equal_layers_of_a_text_encoder() -> None:
