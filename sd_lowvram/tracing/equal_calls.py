@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.private import FakeTensor, FakeTensorMode, storage_key, tree_flatten
+from ..compat.private import FakeTensor, FakeTensorMode, storage_key, tree_flatten, tree_unflatten
 from ..memory.accounts import current_account
 from ..memory.repeats import Follower, times
 from ..patches import roles_of, set_patch, wrap
@@ -27,7 +27,7 @@ from ..weights import own_tensors
 from .call_log import CallLog, Entry, Roles, as_one, ends_own, moves_in
 from .flop_counter import ModuleWork
 from .ledger import Ledger, Stretch
-from .op_cache import Recipe, make, recipe_for
+from .op_cache import Made, fake
 
 
 def equal_modules(component: nn.Module) -> dict[nn.Module, int]:
@@ -95,23 +95,74 @@ def _read(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
+class _Argument:
+    """A result that is an argument, with its place among these."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class _View:
+    """A result with the number of its storage; if it does not fill the storage, it begins at an offset."""
+
+    number: int
+    layout: Made
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Results of a call.
+
+    Attributes:
+        storages: a tensor for each storage that the call made; ``moved``: bytes of these storages.
+        parts: the results, in order.
+        structure: containers of the results.
+        kept: numbers of the allocations of ``storages``.
+    """
+
+    storages: tuple[Made, ...]
+    parts: tuple[Any, ...]
+    structure: Any
+    moved: int
+    kept: tuple[int, ...]
+
+    def make(self, bases: Sequence[Tensor], mode: FakeTensorMode, arguments: Sequence[Any]) -> Any:
+        """Make the results again.
+
+        Args:
+            bases: a new tensor for each storage.
+            mode: makes the views.
+            arguments: of the call.
+        """
+        leaves: list[Any] = []
+        for part in self.parts:
+            if isinstance(part, _Argument):
+                leaves.append(arguments[part.place])
+            elif isinstance(part, _View):
+                base, layout = bases[part.number], part.layout
+                whole = (base.shape, base.stride()) == (layout.shape, layout.stride)
+                leaves.append(base if whole else fake(layout, mode, base))
+            else:
+                leaves.append(part)
+        return tree_unflatten(leaves, self.structure)
+
+
+@dataclass(frozen=True)
 class _Call:
     """Record of a call.
 
     Attributes:
         log: what happened in it.
         roles: streamed blocks of the module.
-        kept: numbers of the allocations that are the results.
         path: dotted name of the module.
-        results: recipe of the results.
+        results: description of the results.
         before: bytes on the device at the start.
     """
 
     log: Sequence[Entry]
     roles: Roles
-    kept: tuple[int, ...]
     path: str
-    results: Recipe
+    results: _Results
     before: int
 
 
@@ -159,7 +210,7 @@ class EqualCalls:
         calls, own = self._known.setdefault((kind, arguments, roles.kind), []), vars(module)
         for read, call in calls:
             if all(own.get(name) == value for name, value in read.items()):
-                return forward(*args, **kwargs) if call is None else self._repeat_call(call, roles)
+                return forward(*args, **kwargs) if call is None else self._repeat_call(call, roles, (args, kwargs))
         with _read(module) as read:
             result, call = self._first(forward, roles, args, kwargs)
         calls.append((read, call))
@@ -191,41 +242,54 @@ class EqualCalls:
             log = self._log.finish(start)
         # Autoencoders of frames write into their arguments what the next call needs.
         wrote = list(map(id, leaves)) != list(map(id, tree_flatten((args, kwargs))[0]))
-        results = self._new_tensors(result)
+        results = self._results(result, leaves)
         if results is None or ledger.met != met or wrote:
             return result, None
         changes = map(sum, zip(*(entry.changes for entry in log if isinstance(entry, Stretch)), strict=True))
         if [*changes][:3] != [results.moved, 0, 0]:
             return result, None
-        kept = tuple(ledger.number_of(tensor) for tensor in _tensors(result))
-        moves = moves_in(log)
+        moves, kept = moves_in(log), {*results.kept}
+        if not kept <= {number for number, nbytes in ledger.allocations[place:] if nbytes >= 0}:
+            return result, None  # views of what was there before
         if not moves:
             log = as_one(log, ledger.allocations[place:])
-        elif not all(move.repeatable and move.block in roles.blocks for move in moves) or not ends_own(log, {*kept}):
+        elif not all(move.repeatable and move.block in roles.blocks for move in moves) or not ends_own(log, kept):
             return result, None
-        return result, _Call(log, roles, kept, path, results, before)
+        return result, _Call(log, roles, path, results, before)
 
-    def _new_tensors(self, result: Any) -> Recipe | None:
-        """Return the recipe of a call's results if they are new tensors on the device that fill their memory; else
-        None.
-        """
-        recipe = recipe_for(result, None, view=False)
-        if recipe is None:
-            return None
-        container, tensors = (None, (result,)) if isinstance(result, Tensor) else (type(result), result)
-        storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-        own = [tensor.numel() * tensor.element_size() for tensor in tensors] == [*storages.values()]
-        own = own and all(self._ledger.account_of(tensor) == "device" for tensor in tensors)
-        return Recipe(recipe, container, moved=sum(storages.values())) if own else None
+    def _results(self, result: Any, arguments: Sequence[Any]) -> _Results | None:
+        """Describe a call's results, if they are new on the device, views of such, arguments, or numbers; else None."""
+        leaves, structure = tree_flatten(result)
+        storages: dict[int, tuple[Made, Tensor]] = {}
+        parts: list[Any] = []
+        for leaf in leaves:
+            place = next((place for place, argument in enumerate(arguments) if argument is leaf), None)
+            if place is not None and isinstance(leaf, Tensor):
+                parts.append(_Argument(place))
+            elif isinstance(leaf, FakeTensor) and leaf.constant is None and self._ledger.account_of(leaf) == "device":
+                size, width = leaf.untyped_storage().nbytes(), leaf.element_size()
+                layout = Made(leaf.shape, leaf.stride(), leaf.dtype, leaf.fake_device, int(leaf.storage_offset()))
+                key = storage_key(leaf)
+                if key not in storages:
+                    fills = leaf.numel() * width == size
+                    flat = Made((size // width,), (1,), leaf.dtype, leaf.fake_device, None)
+                    storages[key] = layout._replace(offset=None) if fills else flat, leaf
+                if storages[key][0].dtype != leaf.dtype or size % width:
+                    return None
+                parts.append(_View([*storages].index(key), layout))
+            elif leaf is None or isinstance(leaf, (int, float, str)):
+                parts.append(leaf)
+            else:
+                return None
+        tensors = [tensor for _, tensor in storages.values()]
+        moved = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        kept = tuple(map(self._ledger.number_of, tensors))
+        return _Results(tuple(made for made, _ in storages.values()), tuple(parts), structure, moved, kept)
 
-    def _repeat_call(self, call: _Call, roles: Roles) -> Any:
+    def _repeat_call(self, call: _Call, roles: Roles, arguments: Any) -> Any:
         more = self._ledger.live_now()["device"] - call.before
         numbers = self._log.repeat(call.log, (call.roles, roles), call.path, more)
-        result = make(call.results, self._mode, (None,))
-        for number, tensor in zip(call.kept, _tensors(result), strict=True):
-            self._ledger.adopt(tensor, numbers[number])
-        return result
-
-
-def _tensors(result: Any) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(result)
+        bases = [fake(made, self._mode, None) for made in call.results.storages]
+        for number, base in zip(call.results.kept, bases, strict=True):
+            self._ledger.adopt(base, numbers[number])
+        return call.results.make(bases, self._mode, tree_flatten(arguments)[0])
