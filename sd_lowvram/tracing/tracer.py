@@ -224,7 +224,7 @@ def trace_equals_once(
     if not traces_cpu():
         estimate = count_reserved(ledger.allocations, overhead.matrix_bytes, again)
         if repeats and not again:
-            repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, again=True).least
+            repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, True, estimate.least).least
     return MemoryTrace(
         peak_bytes=ledger.peak,
         host_peak_bytes=ledger.host_peak,
