@@ -48,12 +48,15 @@ def equal_modules(component: nn.Module) -> dict[nn.Module, int]:
 def _kind(block: nn.Module) -> Hashable:
     """Key of classes, numbers and shapes that a pass on fake tensors depends on.
 
-    Values of the block's own numbers, such as its index in a list (Z-Image), are not part of the key; those that a call
-    reads are recorded then."""
+    Values of the block's own numbers, such as its index in a list (Z-Image), and that index in a module inside (text
+    encoders) are not part of the key; those that a call reads are recorded then."""
     return tuple(
         (
             type(module),
-            tuple((name, type(value) if module is block else value) for name, value in _numbers(module)),
+            tuple(
+                (name, type(value) if module is block or name in _INDICES else value)
+                for name, value in _numbers(module)
+            ),
             type(getattr(module, "processor", None)),
             tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in own_tensors(module)),
             tuple(id(hook) for hooks in (module._forward_pre_hooks, module._forward_hooks) for hook in hooks.values()),
@@ -67,31 +70,60 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str)))
 
 
+_INDICES = frozenset({"layer_idx"})
+"""Names by which transformers stores the index of a block in the modules inside it, which a cache of keys reads."""
+
+
+def _watched(block: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """Numbers of a block and of modules inside that are no part of its kind, by module."""
+    inside = (
+        (module, {name: vars(module)[name] for name in _INDICES & vars(module).keys()}) for module in block.modules()
+    )
+    return {module: found for module, found in inside if found} | {block: dict(_numbers(block))}
+
+
 @contextlib.contextmanager
-def _read(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Record the numbers of ``module`` that any code reads within the block, with their values.
+def _read(block: nn.Module) -> Iterator[dict[tuple[int, str], Any]]:
+    """Record the watched numbers of ``block`` that any code reads within the block, with their values.
 
     Readers may be its own methods, those of its parents, hooks or functions. A temporary subclass intercepts the
-    reads."""
-    kind, read = type(module), dict[str, Any]()
+    reads. A number is named by the place of its module and its name."""
+    places = {module: place for place, module in enumerate(block.modules())}
+    read = dict[tuple[int, str], Any]()
+    with contextlib.ExitStack() as stack:
+        for module, numbers in _watched(block).items():
+            stack.enter_context(_noting(module, numbers, places[module], read))
+        yield read
+
+
+@contextlib.contextmanager
+def _noting(module: nn.Module, numbers: dict[str, Any], place: int, read: dict[tuple[int, str], Any]) -> Iterator[None]:
+    kind = type(module)
     metatype: Any = type(kind)
-    numbers = dict(_numbers(module))
 
     def noting(self: nn.Module, name: str) -> Any:
         if name == "__class__":
             return kind
         if name in numbers:
-            read[name] = numbers[name]
+            read[place, name] = numbers[name]
         elif name == "__dict__" and sys._getframe(1).f_globals is not vars(torch.nn.modules.module):
-            read.update(numbers)
+            read.update({(place, number): value for number, value in numbers.items()})
         return kind.__getattribute__(self, name)
 
     names = {"__getattribute__": noting, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     object.__setattr__(module, "__class__", metatype(kind.__name__, (kind,), names))
     try:
-        yield read
+        yield
     finally:
         object.__setattr__(module, "__class__", kind)
+
+
+def _reads_equal(block: nn.Module, read: Mapping[tuple[int, str], Any]) -> bool:
+    """True if ``block`` has the numbers that an equal block's call has read."""
+    if not read:
+        return True
+    inside = list(block.modules()) if any(place for place, _ in read) else [block]
+    return all(vars(inside[place]).get(name) == value for (place, name), value in read.items())
 
 
 @dataclass(frozen=True)
@@ -178,7 +210,7 @@ class EqualCalls:
         """
         self._ledger, self._mode = ledger, mode
         self._log = CallLog(ledger, work)
-        self._known: dict[Hashable, list[tuple[dict[str, Any], _Call | None]]] = {}
+        self._known: dict[Hashable, list[tuple[dict[tuple[int, str], Any], _Call | None]]] = {}
 
     @contextlib.contextmanager
     def run_once(self, modules: Mapping[nn.Module, int]) -> Iterator[Follower]:
@@ -207,9 +239,9 @@ class EqualCalls:
         arguments, roles = self._facts((args, kwargs)), self._log.roles(module)
         if arguments is None:
             return forward(*args, **kwargs)
-        calls, own = self._known.setdefault((kind, arguments, roles.kind), []), vars(module)
+        calls = self._known.setdefault((kind, arguments, roles.kind), [])
         for read, call in calls:
-            if all(own.get(name) == value for name, value in read.items()):
+            if _reads_equal(module, read):
                 return forward(*args, **kwargs) if call is None else self._repeat_call(call, roles, (args, kwargs))
         with _read(module) as read:
             result, call = self._first(forward, roles, args, kwargs)

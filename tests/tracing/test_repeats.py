@@ -308,6 +308,29 @@ def test_a_number_that_no_call_reads_makes_no_difference(member: Callable[[int],
     assert all(type(one) in (Numbered, ByPlace) for one in pair.members)
 
 
+class Inner(nn.Linear):
+    """Has the index of its block, as attention of transformers has, and may go by it."""
+
+    def __init__(self, index: int, reads: bool) -> None:
+        super().__init__(8, 8)
+        self.layer_idx, self.reads = index, reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.layer_idx if self.reads else 1):
+            x = super().forward(x)
+        return x
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_index_inside_a_block_that_no_call_reads_makes_no_difference(reads: bool) -> None:
+    model = nn.Sequential(*(nn.Sequential(Inner(index, reads)) for index in (1, 2, 2)))
+    with torch.no_grad():
+        short, whole = short_and_whole(model, torch.empty(4, 8))
+    assert figures(short) == figures(whole)
+    assert len(whole.timeline) - len(short.timeline) == 2  # two results, or one of two products
+    assert all(type(block[0]) is Inner for block in model)
+
+
 @pytest.mark.parametrize(
     "member", [Keeper, Same, Halves, Turned, lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))]
 )
