@@ -190,6 +190,7 @@ def _make_answer(asked: dict[str, Any], budgets: Mapping[str, int], settings: Se
         with console.status("planning"):
             return _plan(asked, settings)
     finally:
+        gc.freeze()  # or the next collection, and the last one at the exit, would look through all of them
         gc.enable()
 
 

@@ -70,13 +70,18 @@ def notify_follower(follower: Follower) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exclude_from_counts() -> Iterator[None]:
-    """Exclude the block from counts of work, because it rarely runs; its memory still counts."""
-    before, _state.times = _state.times, 0
+def represent(passes: int) -> Iterator[None]:
+    """Count the work of the block as often as ``passes``, whatever the loops around it represent."""
+    before, _state.times = _state.times, passes
     try:
         yield
     finally:
         _state.times = before
+
+
+def exclude_from_counts() -> contextlib.AbstractContextManager[None]:
+    """Exclude the block from counts of work, because it rarely runs; its memory still counts."""
+    return represent(0)
 
 
 def run_uncounted(kind: Hashable, run: Callable[[], object]) -> None:

@@ -90,7 +90,7 @@ class Reserved(NamedTuple):
     kept: int
 
 
-def count_reserved(allocations: Allocations, held: int = 0, again: bool = False) -> Reserved:
+def count_reserved(allocations: Allocations, held: int = 0, again: bool = False, floor: int = 0) -> Reserved:
     """Bytes that torch reserves for ``allocations`` on one stream, starting without unused segments.
 
     The small pool is filled well, so its bytes are summed; allocations of the large pool are placed one by one. An
@@ -102,6 +102,7 @@ def count_reserved(allocations: Allocations, held: int = 0, again: bool = False)
         held: bytes that a library allocated before, and holds.
         again: True if the allocations repeat, as those of a step do. The first time leaves tensors at arbitrary places
             (weights that are fetched ahead), and the second time finds smaller gaps.
+        floor: bytes that are reserved in any case; fewer are not searched for.
 
     Returns:
         The largest result over the orders tried.
@@ -113,14 +114,14 @@ def count_reserved(allocations: Allocations, held: int = 0, again: bool = False)
     times = [*allocations, *_next_time(allocations)] if again else allocations
     large, small_bytes = _split_pools([(-1, held), *times])
     unit = PAGE if settings.expandable else ROUND
-    least = most_units = 0
+    # Growing segments begin where the weights end, anywhere in a page.
+    others = settings.expandable * unit + -(-small_bytes // SMALL_SEGMENT) * SMALL_SEGMENT
+    least, most_units = max(0, floor - others) // unit, 0
     for order in map(_Course, _orders(large)):
         most = settings.allocator()
         order.play(most)
         most_units = max(most_units, most.peak_bytes // unit)
         least = _least(order, max(least, -(-most.allocated_peak // unit)), most.peak_bytes // unit, unit)
-    # Growing segments begin where the weights end, anywhere in a page.
-    others = settings.expandable * unit + -(-small_bytes // SMALL_SEGMENT) * SMALL_SEGMENT
     return Reserved(least * unit + others, most_units * unit + others)
 
 

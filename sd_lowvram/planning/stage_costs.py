@@ -320,7 +320,7 @@ class StageCosts:
             stage: one of :attr:`stages`.
             settings: knobs of the stage.
             timing: as in a call.
-            whole: True to trace blocks that equal the block before them too. Streamed weights are always traced whole.
+            whole: True to trace blocks that equal the block before them too.
             most_copied: as in a call.
         """
         settings = acting(settings, stage)
@@ -329,7 +329,7 @@ class StageCosts:
             fake = next(stage for stage in self._stages_of(self._fake.anatomy) if (stage.name, stage.component) == key)
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         streams = _streams(settings)
-        equals = {} if whole or streams or stage.reads else self._fake.equals(stage.component)
+        equals = {} if whole or stage.reads else self._fake.equals(stage.component)
         running = self._fake.running(stage.component, settings, timing)
         with self._name_errors(stage.component), assume_gpu(self._gpu), running, torch.no_grad(), kernels:
             again = stage.repeats and streams

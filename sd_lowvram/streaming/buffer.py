@@ -33,7 +33,7 @@ class BlockState:
         number: of the block.
         bit: its place in a set of blocks, which is a whole number.
         streamed: True if it passes through the ring.
-        overlapping: blocks that share bytes of the ring with it.
+        overlapping: blocks that share bytes of the ring with it; ``overlapping_bits``: the set of them.
         copies: the copies that bring it there.
         busy: layers of it that are running.
         held: number of :func:`repeated_calls` that need it.
@@ -46,6 +46,7 @@ class BlockState:
     def __init__(self, number: int, streamed: bool) -> None:
         self.number, self.bit, self.streamed = number, 1 << (number + 1), streamed
         self.overlapping: tuple[BlockState, ...] = ()
+        self.overlapping_bits = 0
         self.reset()
 
     def reset(self) -> None:
@@ -164,6 +165,7 @@ class DeviceBuffer:
         self._copier = Copier(host_weights, self._device)
         for number, others in layout.overlapping.items():
             self.blocks[number].overlapping = tuple(self.blocks[other] for other in others)
+            self.blocks[number].overlapping_bits = sum(other.bit for other in self.blocks[number].overlapping)
         self._residents = sum(self.blocks[number].bit for number in layout.residents)
         self._moves: dict[tuple[int, ...], Move] = {}
         self._clear()
@@ -332,7 +334,7 @@ class _Search:
             LowVRAMError: the bytes of the block belong to one whose layer runs.
         """
         block = self._blocks[position] if position < len(self._blocks) else None
-        left = [other for other in self._blocks if other.bit & self._passing and not self._in_use(other, block)]
+        left = [other for other in self._members(self._passing) if not self._in_use(other, block)]
         for other in left:
             self._drop(other)
         own: list[Fetch] = []
@@ -349,6 +351,14 @@ class _Search:
         ahead = self._ahead(position, [self._blocks[number] for number in wanted])
         return Move(tuple(left), tuple(own), tuple(ahead), self._there, self._passing)
 
+    def _members(self, bits: int) -> Iterator[BlockState]:
+        """Yield the blocks of a set in their order, without those that stay whatever the schedule says."""
+        bits &= -2  # STAYING has the lowest bit
+        while bits:
+            lowest = bits & -bits
+            yield self._blocks[lowest.bit_length() - 2]
+            bits ^= lowest
+
     def _in_use(self, other: BlockState, called: BlockState | None) -> bool:
         """True if a layer of the block runs, or will be called again immediately; after a step no block is in use."""
         return called is not None and (other is called or other.busy > 0 or other.held > 0)
@@ -363,20 +373,20 @@ class _Search:
         """Yield streamed blocks that an unexpected order left on the device, if the ring follows the activations."""
         if not self._layout.rooms:
             return
-        for other in self._blocks:
-            idle = other.streamed and other.bit & self._there and not other.busy
+        for other in self._members(self._there):
+            idle = other.streamed and not other.busy
             if idle and not self._fits(block, self._layout.rooms[block.number]):
                 self._drop(other)
                 yield other
 
     def _fits(self, block: BlockState, capacity: float) -> bool:
         """True if the ring, which follows the activations, holds the block in addition."""
-        ring = sum(self._layout.blocks[b.number].bytes for b in self._blocks if b.streamed and b.bit & self._there)
+        ring = sum(self._layout.blocks[b.number].bytes for b in self._members(self._there) if b.streamed)
         return ring + self._layout.blocks[block.number].bytes <= capacity
 
     def _fetch(self, block: BlockState) -> Fetch:
         """Note the fetch of a block."""
-        evicted = tuple(other for other in block.overlapping if other.bit & self._there)
+        evicted = tuple(self._members(block.overlapping_bits & self._there))
         for other in evicted:
             if other.busy:
                 names = [self._layout.blocks[each.number].name for each in (block, other)]
@@ -397,13 +407,11 @@ class _Search:
                 continue
             if rooms and not self._fits(block, capacity):
                 return
-            if any(self._bars(other, block, position) for other in block.overlapping):
+            if any(self._bars(other, block, position) for other in self._members(block.overlapping_bits & self._there)):
                 return
             yield self._fetch(block)
 
     def _bars(self, other: BlockState, block: BlockState, position: int) -> bool:
-        """True if ``other``, whose bytes ``block`` needs, is used before it."""
-        if not other.bit & self._there:
-            return False
+        """True if ``other``, which is there and whose bytes ``block`` needs, is used before it."""
         steps = len(self._blocks) + 1
         return other.busy > 0 or other.held > 0 or (other.number - position) % steps < (block.number - position) % steps

@@ -69,6 +69,16 @@ def repeated_calls() -> Iterator[None]:
             block.close()
 
 
+def open_repeats() -> object | None:
+    """The outermost open :func:`repeated_calls`; None if there is none."""
+    return _state.together
+
+
+def holds_converted() -> bool:
+    """True if converted weights are held by :func:`hold_weights`."""
+    return bool(_state.kept)
+
+
 def release_after_repeats(owner: object, number: int, release: Callable[[int], None]) -> bool:
     """Call ``release(number)`` once when the current :func:`repeated_calls` ends.
 

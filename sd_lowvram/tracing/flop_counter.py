@@ -81,7 +81,19 @@ class ModuleWork:
             TooManyCopiesError: the limit of the trace is exceeded.
         """
         self._span(path).copied_bytes += copied_bytes * times()
-        self._copies_left -= copied_bytes * times()
+        self._check_copies(copied_bytes * times())
+
+    def add(self, span: ModuleSpan) -> None:
+        """Add the work of a module, recorded before.
+
+        Raises:
+            TooManyCopiesError: the limit of the trace is exceeded.
+        """
+        self.spans.append(span)
+        self._check_copies(span.copied_bytes)
+
+    def _check_copies(self, copied_bytes: int) -> None:
+        self._copies_left -= copied_bytes
         if self._copies_left < 0:
             raise TooManyCopiesError("more is copied than was asked about")
 

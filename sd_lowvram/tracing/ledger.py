@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +42,44 @@ class Timeline(list[Allocation]):
         return max(self, key=lambda event: event.device_bytes)
 
 
+class Mark(NamedTuple):
+    """The beginning of a stretch.
+
+    Attributes:
+        peaks: peaks of the trace up to here.
+        now: bytes alive, in the order of the peaks.
+        live: bytes alive in each account, then those that were born.
+        place: number of recorded allocations.
+    """
+
+    peaks: Sequence[int]
+    now: tuple[int, int, int, int]
+    live: tuple[int, ...]
+    place: int
+
+
+class Stretch(NamedTuple):
+    """What happened to the bytes between two moments of a trace.
+
+    Attributes:
+        above: peaks, less the bytes at the start.
+        changes: bytes alive in each account, then those that were born: the end less the start.
+        allocations: what was allocated and freed, by number.
+    """
+
+    above: tuple[int, ...]
+    changes: tuple[int, ...]
+    allocations: Sequence[tuple[int, int]]
+
+    def followed_by(self, other: Stretch) -> Stretch:
+        """This stretch and the next one as one, without allocations."""
+        device, weights, host, *born = self.changes
+        start = device + weights, host, born[0], sum(born), 0
+        above = tuple(max(peak, at + more) for peak, at, more in zip(self.above, start, other.above, strict=True))
+        changes = tuple(map(operator.add, self.changes, other.changes))
+        return Stretch(above, changes, ())
+
+
 @dataclass
 class _Booked:
     """Entry of a storage. ``born``: made after the ledger was opened; ``number``: unique id."""
@@ -73,6 +112,7 @@ class Ledger:
         met: bytes on the device that existed from the start and were found on the way.
         allocations: inputs, activations and streamed weights on the device, in order: (number, bytes) for each
             allocation, (number, -1) for its end. Temporaries of kernels and libraries' workspaces are included.
+        repeats_calls: True if :meth:`run_once` may leave out equal calls.
     """
 
     def __init__(self, equals: bool = False) -> None:
@@ -89,7 +129,8 @@ class Ledger:
         self._new_number = functools.partial(next, itertools.count())
         self._equals: dict[int, list[int]] = {}
         self._booked: dict[int, _Booked] = {}
-        self._calls: dict[Hashable, list[tuple[int, int]]] | None = {} if equals else None
+        self.repeats_calls = equals
+        self._calls: dict[Hashable, list[tuple[int, int]]] = {}
         self._deaths = Deaths(self._strike)
 
     def book(self, tensor: Tensor, account: Account, *, born: bool = True) -> None:
@@ -119,24 +160,6 @@ class Ledger:
         """Number of the tensor's storage in ``allocations``."""
         return self._booked[storage_key(tensor)].number
 
-    def repeat(self, allocations: Sequence[tuple[int, int]], results: Mapping[int, Tensor]) -> None:
-        """Record allocations once more, with new numbers.
-
-        Args:
-            allocations: a part of :attr:`allocations`.
-            results: new tensors for the allocations that remain, by their old numbers.
-        """
-        place, numbers = len(self.allocations), {}
-        for number, tensor in results.items():
-            self.book(tensor, "device")
-            numbers[number] = self.number_of(tensor)
-        del self.allocations[place:]
-        for number, nbytes in allocations:
-            if nbytes >= 0 and number not in numbers:
-                numbers[number] = self._new_number()
-            if number in numbers:  # else the allocation is older than the call
-                self.allocations.append((numbers[number], nbytes))
-
     def place(self) -> int:
         """Number of records so far, including ends."""
         self._deaths.look()
@@ -162,13 +185,13 @@ class Ledger:
         Calls are equal only if equal bytes are alive: then the peaks are equal too. A call is recorded if it frees all
         that it made and nothing else.
         """
-        if self._calls is None:
+        if not self.repeats_calls:
             run()
             return
         live = self.live_now()
         key = kind, *live.values()
         if key in self._calls:
-            self.repeat(self._calls[key], {})
+            self._record_again(self._calls[key], {})
             return
         place = self.place()
         run()
@@ -210,26 +233,51 @@ class Ledger:
         self.born_peak = max(self.born_peak, born_device + born_weights + born_host + hidden)
         self.timeline.append(Allocation(device + weights + hidden - self.met, host, self.path, self.operator))
 
-    @contextlib.contextmanager
-    def separate_peaks(self) -> Iterator[list[int]]:
-        """Record the peaks of the block separately.
-
-        Yields:
-            A list; after the block it has the peaks, less the bytes at the start of the block.
-        """
-        before, start = self._peaks(), self._now()
-        self.peak, self.host_peak, self.activation_peak, self.born_peak = start
+    def mark(self) -> Mark:
+        """Begin a stretch, whose peaks are recorded separately until :meth:`since`."""
+        now, peaks = self._now(), self._peaks()
+        self.peak, self.host_peak, self.activation_peak, self.born_peak = now
         self.largest = 0
-        above: list[int] = []
-        try:
-            yield above
-        finally:
-            above += [peak - at for peak, at in zip(self._peaks(), (*start, 0), strict=True)]
-            self._raise(before)
+        return Mark(peaks, now, (*self.live.values(), *self.born.values()), len(self.allocations))
 
-    def repeat_peaks(self, above: Sequence[int]) -> None:
-        """Update the peaks by those that :meth:`separate_peaks` recorded for an equal block."""
-        self._raise([at + more for at, more in zip((*self._now(), 0), above, strict=True)])
+    def since(self, mark: Mark) -> Stretch:
+        """End the stretch that began with ``mark``."""
+        self._deaths.look()
+        above = tuple(peak - at for peak, at in zip(self._peaks(), (*mark.now, 0), strict=True))
+        changes = tuple(map(operator.sub, (*self.live.values(), *self.born.values()), mark.live))
+        self._raise(mark.peaks)
+        return Stretch(above, changes, self.allocations[mark.place :])
+
+    def repeat(self, stretch: Stretch, numbers: dict[int, int]) -> None:
+        """Record an equal stretch again.
+
+        Args:
+            stretch: the record.
+            numbers: new numbers of its allocations by the old ones, to which this stretch's are added. Ends of other
+                allocations, which are older, are not recorded.
+        """
+        self._raise([at + more for at, more in zip((*self._now(), 0), stretch.above, strict=True)])
+        names = [(bytes_, name) for bytes_ in (self.live, self.born) for name in bytes_]
+        for (bytes_, name), change in zip(names, stretch.changes, strict=True):
+            bytes_[name] += change
+        self._record_again(stretch.allocations, numbers)
+
+    def adopt(self, tensor: Tensor, number: int) -> None:
+        """Follow a result of repeated stretches, whose allocation on the device was recorded there."""
+        storage = tensor.untyped_storage()
+        self._booked[self._deaths.watch(storage)] = _Booked("device", True, number, storage.nbytes())
+
+    def _record_again(self, allocations: Sequence[tuple[int, int]], numbers: dict[int, int]) -> None:
+        for number, nbytes in allocations:
+            if nbytes >= 0:
+                numbers[number] = self._new_number()
+                self.allocations.append((numbers[number], nbytes))
+            elif number in numbers:
+                self._end(numbers[number])
+
+    def _end(self, number: int) -> None:
+        """Record the end of an allocation, and of its equals in passes of a loop that were not run."""
+        self.allocations += ((ended, -1) for ended in (number, *self._equals.pop(number, ())))
 
     def _now(self) -> tuple[int, int, int, int]:
         device, weights, host = self.live_now().values()
@@ -275,7 +323,7 @@ class Ledger:
                 self.largest = max(self.largest, change)
         if booked.account == "device" or (booked.account == "weights" and booked.born):
             if change < booked.nbytes:  # resized: the allocation of the old size ends
-                self.allocations += ((number, -1) for number in (booked.number, *self._equals.pop(booked.number, ())))
+                self._end(booked.number)
                 booked.number = self._new_number()
             if booked.nbytes:
                 self.allocations.append((booked.number, booked.nbytes))

@@ -135,11 +135,12 @@ def make(recipe: Recipe, mode: FakeTensorMode, args: tuple[Any, ...]) -> Any:
     """
     if recipe.made is None:
         return args[0]
-    results = [_fake(layout, mode, args[0]) for layout in recipe.made]
+    results = [fake(layout, mode, args[0]) for layout in recipe.made]
     return results[0] if recipe.container is None else recipe.container(results)
 
 
-def _fake(layout: Made, mode: FakeTensorMode, first: Any) -> Tensor:
+def fake(layout: Made, mode: FakeTensorMode, first: Any) -> Tensor:
+    """Make a fake tensor of ``layout``; views are of ``first``."""
     if layout.offset is None:
         return fake_empty(mode, layout.shape, layout.stride, layout.dtype, layout.device)
     if first.is_inference() == torch.is_inference_mode_enabled():

@@ -216,7 +216,7 @@ def trace_equals_once(
         ledger = tracer.ledger
         inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))
         weights_bytes, input_bytes = ledger.live["weights"], ledger.live["device"]
-        with tracer.following(modules, equals), prevent_compiling(), notify_follower(ledger):
+        with tracer.following(modules, equals), prevent_compiling():
             output = module_or_callable(*inputs, **kwargs)
     ledger.close()
     activations = ledger.activation_peak + input_bytes
@@ -224,7 +224,7 @@ def trace_equals_once(
     if not traces_cpu():
         estimate = count_reserved(ledger.allocations, overhead.matrix_bytes, again)
         if repeats and not again:
-            repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, again=True).least
+            repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, True, estimate.least).least
     return MemoryTrace(
         peak_bytes=ledger.peak,
         host_peak_bytes=ledger.host_peak,
@@ -289,7 +289,7 @@ class _Tracer(Uncompiled):
         """Count operators within the block, and set the ledger's path to the module that runs."""
         once = EqualCalls(self.ledger, self.work, self._mode).run_once(equals)
         paths, attention = _module_paths(self.ledger, modules), traced_attention(self._count_attention)
-        with paths, _resizes(self.ledger), attention, once, self:
+        with paths, _resizes(self.ledger), attention, once as follower, notify_follower(follower), self:
             yield
 
     def _count_attention(self, kernel: str, hidden: int, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:

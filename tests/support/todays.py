@@ -111,14 +111,19 @@ def sd3(kind: str = "StableDiffusion3Pipeline", channels: int = 16) -> Any:
 
 def z_image(kind: str = "ZImagePipeline") -> Any:
     """A pipeline of Z-Image, whose transformer is given lists."""
-    sizes = {"dim": 64, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "cap_feat_dim": 64}
+    parts = {"transformer": z_image_transformer(), "vae": vae(), "text_encoder": qwen3(Qwen3Model)}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    return _quiet(getattr(diffusers, kind)(**parts, scheduler=scheduler, tokenizer=None))
+
+
+def z_image_transformer(layers: int = 3) -> Any:
+    sizes = {"dim": 64, "n_layers": layers, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "cap_feat_dim": 64}
     torch.manual_seed(0)
     made = diffusers.ZImageTransformer2DModel(**sizes, axes_dims=[8, 4, 4], axes_lens=[1024, 64, 64]).eval()
     with torch.no_grad():
         made.x_pad_token.fill_(1)
         made.cap_pad_token.fill_(1)
-    parts = {"transformer": made, "vae": vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
-    return _quiet(getattr(diffusers, kind)(**parts, text_encoder=qwen3(Qwen3Model), tokenizer=None))
+    return made
 
 
 def qwen_image() -> Any:
