@@ -19,6 +19,7 @@ from .compat import is_compiling
 from .compat.private import exclude_from_graphs
 from .devices.support import device_of
 from .errors import BadInputError
+from .hooks.joined_maps import joined_maps
 from .hooks.parking.offload import step_groups
 from .hooks.registry import active_hooks, applicable
 from .hooks.replay.compiled import knobs_outside_graph
@@ -82,6 +83,7 @@ class Attachment:
             for step in self._steps:
                 self._undo.append(step.apply() if isinstance(step, Change) else set_patch(step))
                 self.sites[step.hook] = self.sites.get(step.hook, 0) + 1
+            self.add(joined_maps(self.anatomy))
             self.add(self._thread_patches())
             buffers = contextlib.ExitStack()
             buffers.enter_context(PINNED_BUFFERS.keep())

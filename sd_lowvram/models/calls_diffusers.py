@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -129,7 +130,8 @@ def helper_stages(anatomy: Anatomy, shape: Shape) -> list[Stage]:
         stages.append(Stage("adapter", ADAPTER, _adapter_residuals, functools.partial(_adapter_inputs, anatomy, shape)))
     if CONTROL in anatomy.components:
         inputs = functools.partial(_control_inputs, anatomy, shape)
-        stages.append(Stage(CONTROL_STAGE, CONTROL, _control_residuals, inputs, repeats=True))
+        run = _control_residuals if anatomy.denoiser is None else _joined_residuals
+        stages.append(Stage(CONTROL_STAGE, CONTROL, run, inputs, repeats=True))
     return stages
 
 
@@ -247,7 +249,7 @@ def _image_embeds(projection: Any, patches: int, rows: int, empty: _Empty) -> Te
 
 
 def _residuals(unet: DiffusersUNet, rows: int, size: tuple[int, int], empty: _Empty) -> tuple[Tensor, ...]:
-    """Maps of the sizes of the skip connections, and of the middle."""
+    """Maps of the sizes of the skip connections, and of the middle, in one buffer."""
     height, width = size
     shapes = [(layer(unet.conv_in).out_channels, height, width)]
     for block in unet.down_blocks:
@@ -255,7 +257,10 @@ def _residuals(unet: DiffusersUNet, rows: int, size: tuple[int, int], empty: _Em
         if block.downsamplers:
             height, width = -(-height // 2), -(-width // 2)
             shapes.append((shapes[-1][0], height, width))
-    return tuple(empty(rows, *shape) for shape in (*shapes, shapes[-1]))
+    shapes.append(shapes[-1])
+    sizes = [rows * math.prod(shape) for shape in shapes]
+    parts = empty(sum(sizes)).split(sizes)
+    return tuple(part.view(rows, *shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _control_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
@@ -310,6 +315,14 @@ def _control_residuals(
             [residual + other for residual, other in zip(total, [*down, mid], strict=True)] if total else [*down, mid]
         )
     return total
+
+
+def _joined_residuals(control: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    """The same, copied into the buffer of the last input, which has those of the step before."""
+    joined: tuple[Tensor, ...] = inputs[-1]
+    for place, residual in zip(joined, _control_residuals(control, *inputs), strict=True):
+        place.copy_(residual)
+    return joined
 
 
 def _adapter_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:

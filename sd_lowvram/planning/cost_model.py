@@ -445,15 +445,20 @@ class Pricing:
 
     @functools.cached_property
     def _rounding_waste(self) -> int:
-        """Rounding waste: each ControlNet or adapter residual stays from step to step and may pin a
-        segment of its own.
-        """
-        if not self.on_gpu or self.anatomy.denoiser is None or not self.anatomy.family.known:
-            return 0
+        """Rounding waste: each of these maps may pin a segment of its own."""
+        return sum(segment(size) - size for size in self._maps_bytes if size > SMALL) if self.on_gpu else 0
+
+    @functools.cached_property
+    def _maps_bytes(self) -> tuple[int, ...]:
+        """Bytes of maps that stay from step to step: those of ControlNets in one buffer, and each of an adapter."""
+        if self.anatomy.denoiser is None or not self.anatomy.family.known:
+            return (0,)
         with torch.device("meta"):
             step = self.anatomy.family.step_inputs(self.anatomy, self.request.shape)
-        sizes = [tensor.numel() * tensor.element_size() for tensor in (*step.residuals, *step.features)]
-        return sum(segment(size) - size for size in sizes if size > SMALL)
+        residuals, features = (
+            [tensor.numel() * tensor.element_size() for tensor in maps] for maps in (step.residuals, step.features)
+        )
+        return sum(residuals), *features
 
     def _buffers(self, *sizes: int) -> int:
         """Bytes that the device reserves for weight buffers of these sizes."""
