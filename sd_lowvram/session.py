@@ -19,6 +19,7 @@ from .compat import is_compiling
 from .compat.private import exclude_from_graphs
 from .devices.support import device_of
 from .errors import BadInputError
+from .hooks.joined_maps import joined_maps
 from .hooks.parking.offload import step_groups
 from .hooks.registry import active_hooks, applicable
 from .hooks.replay.compiled import knobs_outside_graph
@@ -82,6 +83,7 @@ class Attachment:
             for step in self._steps:
                 self._undo.append(step.apply() if isinstance(step, Change) else set_patch(step))
                 self.sites[step.hook] = self.sites.get(step.hook, 0) + 1
+            self.add(joined_maps(self.anatomy))
             self.add(self._thread_patches())
             buffers = contextlib.ExitStack()
             buffers.enter_context(PINNED_BUFFERS.keep())
@@ -101,7 +103,8 @@ class Attachment:
     def _thread_patches(self) -> Iterator[Patch]:
         hidden = bool(knobs_outside_graph(self.settings))
         for group in step_groups(self.anatomy, self.anatomy.components):
-            begin = functools.partial(begin_stage, self.device, self if self.anatomy.denoiser in group else None)
+            steps_of = self if self.anatomy.denoiser in group else None
+            begin = functools.partial(self._begin, group, steps_of)
             for name, component in group.items():
                 for entry in self.anatomy.entries[name]:
                     again = functools.partial(getattr, component, entry)
@@ -130,6 +133,11 @@ class Attachment:
 
     def _limit(self, name: str, entry: str, inputs: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.bound is None else self.bound.during(name, entry, inputs)
+
+    def _begin(self, group: Iterable[str], steps_of: object | None) -> None:
+        stages = self.plan.stages if self.plan is not None else ()
+        sizes = [stage.segment_bytes for stage in stages if stage.component in group]
+        begin_stage(self.device, steps_of, max(sizes) if all(sizes) and sizes else 0)
 
     def _call_alone(
         self,

@@ -24,7 +24,7 @@ SMALL = MIB
 """Largest tensor of the small pool, in bytes. The remainder of a large block is split off only if it is larger than
 this.
 """
-SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, ROUND = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
+SMALL_SEGMENT, _LARGE_SEGMENT, OWN_SEGMENT, ROUND = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
 
 PAGE = 20 * MIB
 """Page of an expandable pool of large tensors, in bytes."""
@@ -131,7 +131,7 @@ class CachingAllocator:
     def _grow(self, size: int, small: bool) -> _Block | None:
         """Reserve memory for a block of at least ``size`` bytes; return None if the GPU has too little left."""
         rounded = -(-size // ROUND) * ROUND
-        wanted = SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _OWN_SEGMENT else rounded
+        wanted = SMALL_SEGMENT if small else _LARGE_SEGMENT if size < OWN_SEGMENT else rounded
         if not self._reserve(wanted):
             return None
         self._next_address += wanted

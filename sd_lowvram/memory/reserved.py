@@ -7,13 +7,14 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from ..units import MIB
 from .caching_allocator import (
     LEAST,
+    OWN_SEGMENT,
     PAGE,
     ROUND,
     SMALL,
@@ -78,16 +79,22 @@ Allocations = Sequence[tuple[int, int]]
 """(number, bytes) for each allocation and (number, -1) for its end, in order."""
 
 
+_HELD = -1
+"""Number of the allocation that a library holds."""
+
+
 class Reserved(NamedTuple):
     """Bytes that torch reserves for allocations.
 
     Attributes:
         least: if unused segments are freed before torch fails.
         kept: if no segment is freed, as while kernels are recorded.
+        segment: one segment for all tensors over 1 MiB of a step that repeats; 0: it would need more than ``least``.
     """
 
     least: int
     kept: int
+    segment: int = 0
 
 
 def count_reserved(allocations: Allocations, held: int = 0, again: bool = False, floor: int = 0) -> Reserved:
@@ -112,7 +119,7 @@ def count_reserved(allocations: Allocations, held: int = 0, again: bool = False,
         pages = max(map(_graph_bytes, _orders(allocations))) + segment(held)
         return Reserved(pages, pages)
     times = [*allocations, *_next_time(allocations)] if again else allocations
-    large, small_bytes = _split_pools([(-1, held), *times])
+    large, small_bytes = _split_pools([(_HELD, held), *times])
     unit = PAGE if settings.expandable else ROUND
     # Growing segments begin where the weights end, anywhere in a page.
     others = settings.expandable * unit + -(-small_bytes // SMALL_SEGMENT) * SMALL_SEGMENT
@@ -121,8 +128,24 @@ def count_reserved(allocations: Allocations, held: int = 0, again: bool = False,
         most = settings.allocator()
         order.play(most)
         most_units = max(most_units, most.peak_bytes // unit)
-        least = _least(order, max(least, -(-most.allocated_peak // unit)), most.peak_bytes // unit, unit)
-    return Reserved(least * unit + others, most_units * unit + others)
+        fewest = max(least, -(-most.allocated_peak // unit))
+        least = _least(order, fewest, most.peak_bytes // unit, unit, settings.allocator)
+    one = 0 if settings.expandable or not again else _one_segment(large, least * unit - segment(held))
+    return Reserved(least * unit + others, most_units * unit + others, one)
+
+
+def _one_segment(large: Allocations, most: int) -> int:
+    """Bytes of one segment for all allocations except the one that a library holds; 0 if they exceed ``most``."""
+
+    def allocator(size: float) -> CachingAllocator:
+        one = allocator_settings().allocator(size)
+        one.free(one.allocate(int(size)))
+        return one
+
+    units, beyond = OWN_SEGMENT // ROUND, most // ROUND + 1
+    for order in map(_Course, _orders([entry for entry in large if entry[0] != _HELD])):
+        units = _least(order, units, beyond, ROUND, allocator)
+    return units * ROUND if units < beyond else 0
 
 
 def _next_time(allocations: Allocations) -> Iterator[tuple[int, int]]:
@@ -149,7 +172,7 @@ def _next_time(allocations: Allocations) -> Iterator[tuple[int, int]]:
             yield now[number], size
 
 
-def _least(order: _Course, low: int, high: int, unit: int) -> int:
+def _least(order: _Course, low: int, high: int, unit: int, allocator_of: Callable[[float], CachingAllocator]) -> int:
     """The smallest number of units, from ``low`` to ``high``, in which the allocations of ``order`` fit.
 
     The search starts near ``low``, because the result is nearly always there and a too small GPU is full soon.
@@ -157,7 +180,7 @@ def _least(order: _Course, low: int, high: int, unit: int) -> int:
     step = 0
     while low < high:
         middle = min(low + step, (low + high) // 2)
-        if order.fits(allocator_settings().allocator(middle * unit)):
+        if order.fits(allocator_of(middle * unit)):
             high = middle
         else:
             low, step = middle + 1, 2 * step + 1

@@ -1,7 +1,8 @@
 """Free cached segments of torch's allocator between stages on a GPU, where they would be in the way.
 
 Segments of a denoising step do not fit a decode. Plans count on stages that start without cached segments, and on steps
-that find those of the step before; where the allocator ran short in a step, those that follow start without.
+that find those of the step before. Where the allocator ran short in steps, those that follow share one segment for all
+of their large tensors, if the plan says that they fit; else they start without.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from ..compat.private import take_matrix_workspaces
 from .accounts import tracing
-from .limit import libraries_noted
+from .limit import fraction_of, libraries_noted
 
 
 class _Steps(NamedTuple):
@@ -22,45 +23,68 @@ class _Steps(NamedTuple):
 
     Attributes:
         retries: how often torch's allocator had freed segments to go on, when the last step began.
-        short: True if it did so in a step.
+        freed: number of steps in which it did so.
     """
 
     run: weakref.ref[object]
     retries: int
-    short: bool
+    freed: int
 
+
+_JOINED = 2
+"""Number of such steps after which one segment is cached: in the second step, weights have taken their places."""
 
 _stepping: dict[torch.device, _Steps] = {}
 """The run whose step was the last call on each device; none after a call of another kind."""
 
 
-def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
+def begin_stage(device: torch.device, steps_of: object | None = None, segment_bytes: int = 0) -> None:
     """Free unused segments, but not between two steps of one run, each of which would allocate them anew.
 
-    Where the allocator had to free segments within a step, those that are left are too scattered, and all later steps
-    of the run begin without.
+    Where the allocator had to free segments within a step, those that are left are too scattered, and the next step
+    begins without. After two such steps, later ones share one segment; if it is not enough, each begins without.
 
     Args:
         device: a GPU. Call this in one thread at a time for a device.
         steps_of: the run of whose steps this is one; None: a stage that runs once.
+        segment_bytes: one segment for the large tensors of a step; 0: several need less.
     """
     if device.type != "cuda" or tracing():
         return
-    last = _stepping.pop(device, None)
+    last, freed = _stepping.pop(device, None), 0
     if steps_of is not None:
         _refresh_locals()
         retries = int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
         known = last if last is not None and last.run() is steps_of else None
-        short = known is not None and (known.short or retries > known.retries)
-        _stepping[device] = _Steps(weakref.ref(steps_of), retries, short)
-        if known is not None and not short:
+        short = known is not None and retries > known.retries
+        freed = short + (known.freed if known is not None else 0)
+        _stepping[device] = _Steps(weakref.ref(steps_of), retries, freed)
+        if known is not None and not short and freed in (0, _JOINED):
             return
+    cached = _small_bytes(device)
     torch.cuda.empty_cache()
+    if freed == _JOINED and not _join_segments(device, segment_bytes, cached - _small_bytes(device)):
+        _stepping[device] = _stepping[device]._replace(freed=_JOINED + 1)
     if torch.cuda.is_available():
         # Allocated before the tensors of the stage, the workspaces are at the start of a segment, as plans count them.
         # In the middle of a segment they would leave less than 10 MiB on either side.
         with libraries_noted(device):
             take_matrix_workspaces(device)
+
+
+def _join_segments(device: torch.device, size: int, small_bytes: int) -> bool:
+    """Cache one segment of ``size`` bytes; return False if it is 0, or would leave less than ``small_bytes``."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    left = int(total * fraction_of(device)) - torch.cuda.memory_reserved(device)
+    if not size or min(left, torch.cuda.mem_get_info(device)[0]) < size + small_bytes:
+        return False
+    torch.empty(size, dtype=torch.uint8, device=device)
+    return True
+
+
+def _small_bytes(device: torch.device) -> int:
+    """Bytes of segments for tensors of at most 1 MiB."""
+    return int(torch.cuda.memory_stats(device).get("reserved_bytes.small_pool.current", 0))
 
 
 def _refresh_locals() -> None:

@@ -114,14 +114,17 @@ class Row:
     @property
     def tensors(self) -> list[Given]:
         """The tensors among the arguments."""
-        return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Given)]
+        return _givens((self.args, self.kwargs))
 
     @property
-    def residual_bytes(self) -> list[int]:
-        """Bytes of each map that a ControlNet or an adapter gives to a UNet."""
-        maps = tree_flatten([value for name, value in self.kwargs.items() if name.endswith("residuals")])[0]
-        maps += tree_flatten(self.kwargs.get("mid_block_additional_residual"))[0]
-        return [given.bytes for given in maps if isinstance(given, Given)]
+    def control_maps(self) -> list[Given]:
+        """The maps that a UNet is given by ControlNets, which lie in one buffer."""
+        return _givens([self.kwargs.get(name) for name in CONTROL_MAPS])
+
+    @property
+    def adapter_maps(self) -> list[Given]:
+        """The maps that a UNet is given by adapters."""
+        return _givens(self.kwargs.get("down_intrablock_additional_residuals"))
 
     @property
     def values(self) -> list[Tensor | None]:
@@ -139,13 +142,28 @@ class Row:
             dtype: type in which the model computes now; arguments of the type of its recorded weights get it.
         """
 
-        def empty(leaf: Any) -> Any:
-            if not isinstance(leaf, Given):
-                return leaf
-            return torch.empty(leaf.shape, dtype=dtype if leaf.dtype == self.dtype else leaf.dtype)
+        def dtype_now(given: Given) -> torch.dtype:
+            return dtype if given.dtype == self.dtype else given.dtype
 
-        args, kwargs = tree_map(empty, (self.args, self.kwargs))
+        maps = {name: value for name, value in self.kwargs.items() if name in CONTROL_MAPS and value is not None}
+        others = {name: value for name, value in self.kwargs.items() if name not in maps}
+        args, kwargs = tree_map(
+            lambda leaf: torch.empty(leaf.shape, dtype=dtype_now(leaf)) if isinstance(leaf, Given) else leaf,
+            (self.args, others),
+        )
+        if givens := _givens(maps):
+            sizes = [math.prod(given.shape) for given in givens]
+            parts = iter(torch.empty(sum(sizes), dtype=dtype_now(givens[0])).split(sizes))
+            kwargs |= tree_map(lambda leaf: next(parts).view(leaf.shape) if isinstance(leaf, Given) else leaf, maps)
         return args, kwargs, [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in self.held]
+
+
+CONTROL_MAPS = ("down_block_additional_residuals", "mid_block_additional_residual")
+"""Arguments of a UNet that ControlNets make."""
+
+
+def _givens(tree: Any) -> list[Given]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Given)]
 
 
 def given_bytes(tree: Any) -> int:
@@ -227,6 +245,12 @@ class Rehearsal:
     def counts(self) -> Counter[str]:
         """Number of calls of each model."""
         return Counter(row.component for row in self.calls)
+
+    @property
+    def control_maps(self) -> list[Given]:
+        """The maps that ControlNets give to the denoiser; of several calls the most bytes."""
+        rows = (row.control_maps for row in self.rows if row.component == self.denoiser)
+        return max(rows, key=given_bytes, default=[])
 
     def times(self, rows: Iterable[Row]) -> int:
         """Number of calls of each of ``rows`` on average, at least 1; 0 if it is unknown."""

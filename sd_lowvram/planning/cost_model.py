@@ -24,11 +24,12 @@ from ..hooks.numbers.precision import Arithmetic, arithmetic, fidelity_of_knobs,
 from ..hooks.registry import skipped_layers
 from ..hooks.replay.compiled import is_compiled, kinds_of, were_compiled
 from ..knob import Act
-from ..memory.caching_allocator import SMALL
+from ..memory.caching_allocator import ROUND, SMALL
 from ..memory.reserved import segment
 from ..models.anatomy import Anatomy
 from ..models.calls import CONTROL, Stage
 from ..models.latents import latent_channels, latent_size
+from ..models.recorded import given_bytes
 from ..settings import Fidelity, Settings, acts, only, without
 from ..streaming.host_weights import RING_BYTES
 from ..streaming.timing import StepTiming, layers_with_weights, timing_of
@@ -163,10 +164,11 @@ class Pricing:
         traced = self.as_traced(stage, settings)
         short = self.costs(stage, without(traced, Act.PLACES_WEIGHTS))
         step, timing, once, most = None, None, 0, math.inf
-        ring, follows = self._buffers(planned.weights_bytes), False
+        ring, follows, stays = self._buffers(planned.weights_bytes), False, 0
         if stage.repeats:
             step, timing = self.step(stage, settings), self.timing(stage, settings)
             ring, follows = self._buffers(step.device_bytes), bool(step.peak_bytes)
+            stays = step.staying_bytes if follows else step.device_bytes
             # the traced step is the first, so it also copies the residents
             once = short.copied_bytes + step.streamed_bytes + step.device_bytes
             most = once + beyond / self._times(stage) * self.request.rates.copy_bandwidth
@@ -184,6 +186,7 @@ class Pricing:
             activation_bytes=planned.activation_bytes + more,
             seconds=planned.seconds + self._times(stage) * again,
             slowdown=planned.slowdown * (1 + (again / step.seconds if step else 0.0)),
+            segment_bytes=self._segment_bytes(stage, whole, stays),
         )
 
     def stage(self, settings: Settings, stage: Stage, choice: Choice, base: Settings) -> StagePlan:
@@ -268,6 +271,7 @@ class Pricing:
             unlocked_bytes=unlocked,
             disk_bytes=step.disk_bytes * self.request.calls if step else 0,
             disk_wait=step.disk_wait * self.request.calls if step else 0.0,
+            segment_bytes=0 if step or recorded else self._segment_bytes(stage, figures),
         )
 
     def _price_on_processor(self, case: Case, placed: Placed, choice: Choice) -> StagePlan:
@@ -439,19 +443,41 @@ class Pricing:
     @functools.cached_property
     def _pipeline_bytes(self) -> int:
         """Segments for prompt embeddings (1 MiB) and four fp32 latents, which a pipeline holds during a stage."""
-        pixels = math.prod(latent_size(self.anatomy, self.request.shape)) * self.request.batch
-        latents = 4 * latent_channels(self.anatomy) * pixels
+        latents = self._latent_bytes
         return -(-(4 * latents + MIB) // segment(latents)) * segment(latents) if self.on_gpu else 0
 
     @functools.cached_property
+    def _latent_bytes(self) -> int:
+        """Bytes of the latents in fp32."""
+        pixels = math.prod(latent_size(self.anatomy, self.request.shape)) * self.request.batch
+        return 4 * latent_channels(self.anatomy) * pixels
+
+    @functools.cached_property
     def _rounding_waste(self) -> int:
-        """Rounding waste: each ControlNet or adapter residual stays from step to step and may pin a
-        segment of its own.
-        """
+        """Rounding waste: each of these maps may pin a segment of its own."""
+        return sum(segment(size) - size for size in self._maps_bytes if size > SMALL) if self.on_gpu else 0
+
+    @functools.cached_property
+    def _maps_bytes(self) -> tuple[int, ...]:
+        """Bytes of maps that stay from step to step: those of ControlNets in one buffer, and each of an adapter."""
         record = self.anatomy.rehearsal
-        rows = [row for row in record.rows if row.component == record.denoiser] if record and self.on_gpu else []
-        wasted = [sum(segment(size) - size for size in row.residual_bytes if size > SMALL) for row in rows]
-        return max(wasted, default=0)
+        rows = [] if record is None else [row for row in record.rows if row.component == record.denoiser]
+        adapters = max((row.adapter_maps for row in rows), key=given_bytes, default=[])
+        return (given_bytes(record.control_maps) if record else 0), *(one.bytes for one in adapters)
+
+    def _segment_bytes(self, stage: Stage, figures: Figures, stays: int = 0) -> int:
+        """Bytes of one segment for the tensors over 1 MiB that a step makes, or 0.
+
+        0 where latents would be in it after the steps.
+
+        Args:
+            stage: any stage.
+            figures: its trace.
+            stays: traced bytes of weights that stay from step to step, in segments of their own like ControlNet maps.
+        """
+        if not stage.repeats or not self.anatomy.family.known or self._latent_bytes > SMALL:
+            return 0
+        return max(0, figures.segment_bytes - sum(size // ROUND * ROUND for size in (stays, self._maps_bytes[0])))
 
     def _buffers(self, *sizes: int) -> int:
         """Bytes that the device reserves for weight buffers of these sizes."""

@@ -66,6 +66,7 @@ class StagePlan:
         least_host_bytes: host memory that would be enough.
         disk_wait: the seconds that a step waits for these reads.
         at_first_call: True if the stage is planned when it is called first; until then only weights are counted.
+        segment_bytes: one segment for all tensors over 1 MiB that are made in a step; 0 if several need less.
     """
 
     name: str
@@ -88,6 +89,7 @@ class StagePlan:
     disk_bytes: int = 0
     disk_wait: float = 0.0
     at_first_call: bool = False
+    segment_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; None for each figure of a stage that is planned at its first call."""

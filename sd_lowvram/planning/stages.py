@@ -15,7 +15,7 @@ from ..compat.private import tree_map
 from ..models.anatomy import Anatomy
 from ..models.calls import CONTROL, CONTROL_STAGE, TEXT_STAGE, Shape, Stage, StepInputs, denoise_step
 from ..models.latents import dtype_of, latent_shape, pixel_shape
-from ..models.recorded import Given, Rehearsal, Row, row_of
+from ..models.recorded import Given, Rehearsal, Row, given_bytes, row_of
 from ..tracing.values import call_with_values
 
 
@@ -115,7 +115,8 @@ def _recorded_stages(anatomy: Anatomy, record: Rehearsal) -> list[Stage]:
     repeated = {name for group in record.steps for name in group}
     stages = []
     for (name, component), alike in rows.items():
-        run = functools.partial(_call_all, alike, anatomy, component)
+        calls = [_hold_joined(row, record) for row in alike] if component == CONTROL else alike
+        run = functools.partial(_call_all, calls, anatomy, component)
         inputs = functools.partial(tuple[nn.Module], (anatomy.components[component],))
         facts = tuple((row.key, row.held, row.after_bytes) for row in alike)
         reads, times = any(row.reads for row in alike), record.times(alike)
@@ -139,6 +140,18 @@ def _hosted_stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]
     if name is not None and encodes:
         found.insert(0, Stage("encode", name, family.encode, _one_call(anatomy, name, pixels)))
     return found
+
+
+def _hold_joined(row: Row, record: Rehearsal) -> Row:
+    """Return a ControlNet's call with the maps that it made before in one buffer (``hooks/joined_maps.py``)."""
+    before, held = list(record.control_maps), []
+    for given in row.held:
+        if given in before:
+            before.remove(given)
+        else:
+            held.append(given)
+    joined = given_bytes(record.control_maps) - given_bytes(before)
+    return dataclasses.replace(row, held=(*held, *([Given((joined,), torch.uint8)] if joined else [])))
 
 
 def _recorded_name(record: Rehearsal, row: Row) -> str:

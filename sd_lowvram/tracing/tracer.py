@@ -91,6 +91,7 @@ class Figures:
         repeated_bytes: the same for a step that finds the outputs of the previous step between freed tensors; for other
             calls ``reserved_bytes``.
         recorded_bytes: the same if nothing can be freed, as while kernels are recorded.
+        segment_bytes: one segment for all tensors over 1 MiB of such a step; 0 if it needs more, and for other calls.
         spans: operations, bytes moved and operators in order, module by module.
     """
 
@@ -112,6 +113,7 @@ class Figures:
     reserved_bytes: int
     repeated_bytes: int
     recorded_bytes: int
+    segment_bytes: int
     spans: tuple[ModuleSpan, ...] = field(repr=False)
 
     @property
@@ -220,11 +222,11 @@ def trace_equals_once(
             output = module_or_callable(*inputs, **kwargs)
     ledger.close()
     activations = ledger.activation_peak + input_bytes
-    estimate, repeated = Reserved(activations, activations), 0
+    estimate = repeated = Reserved(activations, activations)
     if not traces_cpu():
-        estimate = count_reserved(ledger.allocations, overhead.matrix_bytes, again)
+        estimate = repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, again)
         if repeats and not again:
-            repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, True, estimate.least).least
+            repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, True, estimate.least)
     return MemoryTrace(
         peak_bytes=ledger.peak,
         host_peak_bytes=ledger.host_peak,
@@ -235,8 +237,9 @@ def trace_equals_once(
         allocated_peak_bytes=ledger.born_peak,
         **tracer.work.totals(),
         reserved_bytes=estimate.least,
-        repeated_bytes=max(repeated, estimate.least),
+        repeated_bytes=max(repeated.least, estimate.least),
         recorded_bytes=estimate.kept,
+        segment_bytes=repeated.segment,
         timeline=ledger.timeline,
         spans=tuple(span for span in tracer.work.spans if span.operators),
         output=output,

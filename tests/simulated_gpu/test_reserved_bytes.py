@@ -227,6 +227,32 @@ def test_segments_are_freed_between_stages_and_not_between_steps_of_a_run(gpu: A
         torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize(("segment_mib", "shared"), [(240, 240), (270, 0), (0, 0)])
+def test_steps_that_ran_short_share_one_segment(gpu: Any, segment_mib: int, shared: int) -> None:
+    class Run:
+        pass
+
+    def cached_after_next(*mib: int) -> int:
+        for size in mib:
+            torch.empty(size * MIB, dtype=torch.uint8, device=GPU)  # ends at once, and is cached
+        begin_stage(GPU, run, segment_mib * MIB)
+        return (torch.cuda.memory_reserved() - held) // MIB
+
+    run = Run()
+    begin_stage(GPU, run)
+    held = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((held + 251 * MIB) / torch.cuda.mem_get_info()[1])
+    try:
+        assert [cached_after_next(200, 250) for _ in range(2)] == [0, shared]
+        assert cached_after_next(150) == shared
+        assert cached_after_next(250) == 0  # which that segment could not hold
+        assert cached_after_next(150) == 0
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        gpu.kernels.forget()
+        torch.cuda.empty_cache()
+
+
 def test_what_outlives_weights_does_not_hold_their_segment(gpu: Any) -> None:
     layer = torch.nn.Linear(2048, 5760, bias=False, dtype=torch.float16).requires_grad_(False)
     assert weight_bytes(layer) == 45 * MIB // 2  # of a segment of 24 MiB, 1.5 MiB are over
