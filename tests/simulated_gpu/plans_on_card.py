@@ -122,13 +122,13 @@ class Held(NamedTuple):
     calls: float
 
 
-def within_budget(simulated: Any, case: Case) -> Held:
-    """Plan and run ``case`` on a card with more memory than the budget."""
+def within_budget(simulated: Any, case: Case, part: float = 1.0) -> Held:
+    """Plan and run ``case`` on a card with more memory than the budget; the run is limited to a ``part`` of it."""
     with shapes_only(simulated):
-        return _within_budget(simulated, case)
+        return _within_budget(simulated, case, part)
 
 
-def _within_budget(simulated: Any, case: Case) -> Held:
+def _within_budget(simulated: Any, case: Case, part: float) -> Held:
     import torch
 
     from benchmarks.models import least_budget
@@ -149,6 +149,7 @@ def _within_budget(simulated: Any, case: Case) -> Held:
         beyond = most.reserved_bytes + most.overhead_bytes - least if most else 0
         budget = least + int(case.share * max(0, beyond))
         predicted = optimize(pipe, vram=f"{budget} b", **sizes).predicted
+        attachments(pipe)[-1].bound.budget_bytes = int(budget * part)
         simulated.kernels.forget()
         gc.collect()
         torch.cuda.empty_cache()
@@ -159,10 +160,12 @@ def _within_budget(simulated: Any, case: Case) -> Held:
             allocations.append(card.allocations)
             return values
 
-        pipe(**_given(case, pipe), num_inference_steps=_STEPS, output_type="pt", callback_on_step_end=count)
-        reserved = torch.cuda.max_memory_reserved() - others[1]
-        steps = attachments(pipe)[-1].plan.fallback_steps
-        restore(pipe)
+        try:
+            pipe(**_given(case, pipe), num_inference_steps=_STEPS, output_type="pt", callback_on_step_end=count)
+            reserved = torch.cuda.max_memory_reserved() - others[1]
+            steps = attachments(pipe)[-1].plan.fallback_steps
+        finally:
+            restore(pipe)
     del rest
     share = predicted.overhead_bytes
     calls = (allocations[-1] - allocations[1]) / (len(allocations) - 2)

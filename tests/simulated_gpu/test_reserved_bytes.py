@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from on_card import GPU, LARGE, rest_taken
-from plans_on_card import Case, drawn, on_card
+from plans_on_card import Case, drawn, on_card, within_budget
+from run_log import logged
 
 from sd_lowvram.devices import calibration
 from sd_lowvram.devices.calibration import measured_overhead
 from sd_lowvram.devices.this_machine import overhead_of
+from sd_lowvram.errors import BudgetError
 from sd_lowvram.memory.reserved import allocator_settings
 from sd_lowvram.memory.segments import begin_stage
 from sd_lowvram.patches import set_patch
@@ -117,6 +119,21 @@ def test_a_plan_runs_whatever_comes_first_of_outputs_and_temporaries(
 def test_a_step_that_finds_what_the_one_before_left_runs(gpu: Any, own_cache: None, case: Case) -> None:
     """Layers that were fetched ahead, and predictions, lie in segments that the first step had to itself."""
     assert on_card(gpu, case).ran
+
+
+@LARGE
+@pytest.mark.parametrize(
+    ("width", "height", "batch"),
+    [(1024, 512, 1), *(pytest.param(width, 512, 2, marks=pytest.mark.rare) for width in (512, 768))],
+)
+def test_the_least_with_a_controlnet_is_what_it_needs(
+    gpu: Any, own_cache: None, width: int, height: int, batch: int
+) -> None:
+    case = Case("sd15", width, height, 0.0, batch, "control")
+    held = within_budget(gpu, case)
+    assert held.reserved <= held.planned <= held.budget and not held.fallback_steps
+    with logged("ran out of memory"), pytest.raises(BudgetError, match="nothing leaner fits"):
+        within_budget(gpu, case, 1 / 1.08)
 
 
 @pytest.mark.parametrize("asked", ["expandable_segments:True"], indirect=True)
