@@ -18,7 +18,7 @@ from ..compat.private import storage_key, writes
 from ..errors import LowVRAMError
 from ..weights import ordinary_mode
 from . import weight_scopes as lending
-from .copier import Copied, Copier, Copy, Moment
+from .copier import Copied, Copier, Copy
 from .host_weights import HostWeights
 from .layout import STAYING, DeviceLayout, LentLink, WeightSlot
 
@@ -39,7 +39,7 @@ class BlockState:
         held: number of :func:`repeated_calls` that need it.
         copied: the end of its copies, until the stream that owns the memory waits for it.
         ended: the event of its last copies, which the next ones record again.
-        used: moment after its last use.
+        used: the end of its last use.
         versions: versions of its weights when they were lent; None while they are not.
     """
 
@@ -53,7 +53,7 @@ class BlockState:
         self.busy = self.held = 0
         self.copied: Copied | None = None
         self.ended: torch.cuda.Event | None = None
-        self.used: Moment | None = None
+        self.used: torch.cuda.Event | None = None
         self.versions: list[int] | None = None
         self.place((), (), ())
 
@@ -171,7 +171,7 @@ class DeviceBuffer:
     def _clear(self) -> None:
         self._there = self._passing = self._busy = self._held = 0  # sets of blocks, by their bits
         self._last: BlockState | None = None  # the block entered last
-        self._room_taken: Moment | None = None  # recorded when the buffer was allocated
+        self._allocated: torch.cuda.Event | None = None  # of the buffer, until the first copy waits for it
 
     def roles(self) -> dict[int, tuple[BlockState, ...] | None]:
         """Map the id of a layer's module to its blocks: () if it stays, None if it is a table."""
@@ -194,7 +194,7 @@ class DeviceBuffer:
             layout.take_room(device)
             self._device = device
             self._copier = Copier(self._host_weights, torch.device("cpu") if fake else device)
-            self._room_taken = self._copier.mark()
+            self._allocated = self._copier.mark()
             for block in (staying, *self.blocks):
                 if block.number in layout.places:
                     block.place(*layout.placed(block.number))
@@ -295,6 +295,7 @@ class DeviceBuffer:
             self.layout.drop(block.number)
 
     def _fetch(self, block: BlockState, evicted: Sequence[BlockState]) -> None:
+        """Copy a block to the device. Copies run in order, so its memory is free once the last ones there were used."""
         if self.layout.rooms and block.streamed:
             self.layout.take(block.number, self._device)
             block.place(*self.layout.placed(block.number))
@@ -302,7 +303,8 @@ class DeviceBuffer:
         else:
             for other in evicted:
                 self.take_back(other)
-            after = [self._room_taken, *(other.used for other in block.overlapping)]
+            after = [self._allocated, *(other.used for other in evicted)]
+            self._allocated = None
         block.copied = self._copier.copy(block.copies, after, block.ended)
         if isinstance(block.copied, torch.cuda.Event):
             block.ended = block.copied

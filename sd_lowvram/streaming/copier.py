@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +24,6 @@ Copy = tuple[Tensor, Tensor]
 
 Copied = torch.cuda.Event | Future[torch.cuda.Event]
 """The end of copies; a future where the reader thread still has to ask for them."""
-
-
-class Moment(NamedTuple):
-    """A moment of a compute stream.
-
-    Attributes:
-        event: recorded there.
-        number: rises on the stream that owns the memory, so that a later moment implies the earlier ones; 0 on others.
-    """
-
-    event: torch.cuda.Event
-    number: int
 
 
 class _Swapped:
@@ -60,19 +48,18 @@ class Copier:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._home = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._handle = 0 if self._home is None else int(self._home.cuda_stream)
-        self._marks = 0
         self._read: list[tuple[Future[torch.cuda.Event], list[Copy]]] = []
 
     def copy(
-        self, copies: Iterable[Copy], after: Iterable[Moment | None], ended: torch.cuda.Event | None = None
+        self, copies: Iterable[Copy], after: Iterable[torch.cuda.Event | None], ended: torch.cuda.Event | None = None
     ) -> Copied | None:
-        """Copy as soon as all that is in ``after`` has happened.
+        """Copy as soon as all that is in ``after`` has happened, and all copies of before have ended.
 
         What passes the ring is read by a thread of its own, and so is all that is asked for meanwhile, in order.
 
         Args:
             copies: the copies.
-            after: moments of the compute stream.
+            after: events of the compute stream; None: no event.
             ended: an event to record again; nothing that is still to come may wait for what it stands for.
 
         Returns:
@@ -82,7 +69,7 @@ class Copier:
             for source, target in copies:
                 self._host_weights.copy_to(source, target)
             return None
-        copies, events = list(copies), _last(after)
+        copies, events = list(copies), [event for event in after if event is not None]
         if self._read:
             self._read = [(copied, theirs) for copied, theirs in self._read if not copied.done()]
         if self._read or self._host_weights.pass_ring(source for source, _ in copies):
@@ -114,19 +101,16 @@ class Copier:
             return torch.cuda.stream(stream)
         return _Swapped(stream, home)
 
-    def mark(self, moment: Moment | None = None) -> Moment | None:
-        """The moment at which what was asked of the compute stream up to now is done; None on a CPU.
+    def mark(self, event: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+        """An event for what was asked of the compute stream up to now; None on a CPU.
 
         Args:
-            moment: one that is no longer needed, whose event is recorded again.
+            event: one that nothing will wait for any longer, which is recorded again.
         """
         if self._home is None:
             return None
-        if not self.is_home_stream:
-            return Moment(torch.cuda.current_stream(self._device).record_event(), 0)
-        self._marks += 1
-        again = moment.event if moment is not None and moment.number else None
-        return Moment(self._home.record_event(again), self._marks)
+        stream = self._home if self.is_home_stream else torch.cuda.current_stream(self._device)
+        return stream.record_event(event)
 
     def wait(self, copied: Copied | None) -> bool:
         """Make the compute stream wait for ``copied``; re-raise what reading the file raised.
@@ -156,16 +140,3 @@ class Copier:
         concurrent.futures.wait([copied for copied, _ in self._read])
         self._read = []
         self._home.wait_event(self._stream.record_event())
-
-
-def _last(moments: Iterable[Moment | None]) -> list[torch.cuda.Event]:
-    """The events that imply all ``moments``."""
-    last, events = None, []
-    for moment in moments:
-        if moment is None:
-            continue
-        if not moment.number:
-            events.append(moment.event)
-        elif last is None or moment.number > last.number:
-            last = moment
-    return events if last is None else [*events, last.event]

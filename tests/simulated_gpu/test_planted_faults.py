@@ -187,9 +187,9 @@ def _never(*args: Any) -> None:
     return None
 
 
-def _without_room_taken(fetch: Any) -> Any:
+def _unallocated(fetch: Any) -> Any:
     def fetches(self: DeviceBuffer, *args: Any) -> None:
-        self._room_taken = None
+        self._allocated = None
         fetch(self, *args)
 
     return fetches
@@ -224,7 +224,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Work, str]] = {
     "copies do not wait for the compute": (Copier, "copy", _copies_at_once, BLOCKS, "races"),
     "the compute sets no marks": (Copier, "mark", _removed, BLOCKS, "races"),
     "room is given back during copies": (Copier, "drain", _removed, PICTURES, "races"),
-    "room is filled before it is free": (DeviceBuffer, "_fetch", _without_room_taken, after_others, "races"),
+    "room is filled before it is free": (DeviceBuffer, "_fetch", _unallocated, after_others, "races"),
     "memory of a ring that follows is filled too early": (Copier, "copy", _copies_at_once, following, "races"),
     "the ring is refilled early": (_Ring, "copy", _refilled_early, from_a_file, "races"),
     "blocks in the same bytes know nothing of each other": (DeviceLayout, "overlapping", _alone, LAYERS, "races"),
