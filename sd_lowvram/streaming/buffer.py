@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,16 +66,18 @@ class BlockState:
         self._returned = [(slot.tensor, slot.host) for slot in whole]
         self._packed = [slot for slot in whole if "quant_state" in vars(slot.tensor)] if links else []
         self._tensors = [slot.lent for slot in slots]
-        self._counted = [slot for slot in slots if not slot.lent.is_inference()]
+        counted = [slot for slot in slots if not slot.lent.is_inference()]
+        self._counted = [slot.lent for slot in counted]
+        self._sources = [slot.source for slot in counted]
 
     def lend(self) -> None:
-        """Point the weights at the buffer."""
+        """Point the weights at the buffer. No mode is needed: contents are exchanged, and nothing is made."""
         self.versions = []
         for tensor, view in self._lent:
             tensor.data = view
         for link in self._links:
             link.lend()
-        self.versions = self._versions()
+        self.versions = list(map(writes, self._counted))
 
     def take_back(self) -> bool:
         """Point the weights at host memory again, and copy back what was written on the device.
@@ -85,21 +87,22 @@ class BlockState:
         """
         before, self.versions = self.versions, None
         lending.give_back(self._tensors)
-        now = self._versions()
+        now = list(map(writes, self._counted))
         written = before != now and bool(before)  # no versions: lending was interrupted
         if written:
-            for slot, *versions in zip(self._counted, before or (), now, strict=True):
-                if versions[0] != versions[1]:
-                    slot.source.copy_(slot.lent.data)
+            self._copy_back(before or [], now)
         replaced = [(slot.tensor, slot.tensor.data) for slot in self._packed if not _is_at(slot.tensor, slot.view)]
-        for tensor, host in (*self._returned, *replaced):
+        for tensor, host in (*self._returned, *replaced) if replaced else self._returned:
             tensor.data = host
         for link in self._links:
             link.take_back()
         return written or bool(replaced)
 
-    def _versions(self) -> list[int]:
-        return [writes(slot.lent) for slot in self._counted]
+    def _copy_back(self, before: Iterable[int], now: Iterable[int]) -> None:
+        with ordinary_mode():
+            for source, lent, *versions in zip(self._sources, self._counted, before, now, strict=True):
+                if versions[0] != versions[1]:
+                    source.copy_(lent.data)
 
 
 def _is_at(tensor: torch.Tensor, view: torch.Tensor) -> bool:
@@ -198,23 +201,20 @@ class DeviceBuffer:
             for block in (staying, *self.blocks):
                 if block.number in layout.places:
                     block.place(*layout.placed(block.number))
-        with ordinary_mode():
-            if not self._there & staying.bit:
-                self._fetch(staying, ())
-                self._there |= staying.bit
-            self._lend(staying)
+        if not self._there & staying.bit:
+            self._fetch(staying, ())
+            self._there |= staying.bit
+        self._lend(staying)
 
     def end(self) -> None:
         """Take back all weights, and fetch for the next step."""
-        with ordinary_mode():
-            self._take_back_all()
-            self._make(self._move(None), None)
+        self._take_back_all()
+        self._make(self._move(None), None)
         self._last = None
 
     def evict(self) -> None:
         """Free all device memory as soon as its copies are done."""
-        with ordinary_mode():
-            self._take_back_all()
+        self._take_back_all()
         self._copier.drain()
         self.layout.give_room_back()
         for block in (self.staying, *self.blocks):
@@ -237,8 +237,7 @@ class DeviceBuffer:
         if self._last is block and block.versions is not None:
             return
         self._last = block
-        with ordinary_mode():
-            self._make(self._move(block), block)
+        self._make(self._move(block), block)
 
     def leave(self, block: BlockState) -> None:
         """Note that a layer of a block has run."""
@@ -297,7 +296,8 @@ class DeviceBuffer:
     def _fetch(self, block: BlockState, evicted: Sequence[BlockState]) -> None:
         """Copy a block to the device. Copies run in order, so its memory is free once the last ones there were used."""
         if self.layout.rooms and block.streamed:
-            self.layout.take(block.number, self._device)
+            with ordinary_mode():
+                self.layout.take(block.number, self._device)
             block.place(*self.layout.placed(block.number))
             after = [self._copier.mark()]  # kernels launched earlier may still read this memory
         else:

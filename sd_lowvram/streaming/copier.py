@@ -8,10 +8,8 @@ a CPU copies are made immediately, and there are no events.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,10 +46,11 @@ class Copier:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._home = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._handle = 0 if self._home is None else int(self._home.cuda_stream)
+        self._swapped = None if self._stream is None or self._home is None else _Swapped(self._stream, self._home)
         self._read: list[tuple[Future[torch.cuda.Event], list[Copy]]] = []
 
     def copy(
-        self, copies: Iterable[Copy], after: Iterable[torch.cuda.Event | None], ended: torch.cuda.Event | None = None
+        self, copies: Sequence[Copy], after: Iterable[torch.cuda.Event | None], ended: torch.cuda.Event | None = None
     ) -> Copied | None:
         """Copy as soon as all that is in ``after`` has happened, and all copies of before have ended.
 
@@ -69,11 +68,12 @@ class Copier:
             for source, target in copies:
                 self._host_weights.copy_to(source, target)
             return None
-        copies, events = list(copies), [event for event in after if event is not None]
+        events = [event for event in after if event is not None]
         if self._read:
             self._read = [(copied, theirs) for copied, theirs in self._read if not copied.done()]
-        if self._read or self._host_weights.pass_ring(source for source, _ in copies):
-            copied = self._host_weights.reader().submit(self._ask, self._stream, copies, events)
+        if self._read or self._host_weights.pass_ring(copies):
+            copies = list(copies)
+            copied = self._host_weights.reader().submit(self._ask, self._stream, _emptied(copies), events, None)
             self._read.append((copied, copies))
             return copied
         return self._ask(self._stream, copies, events, ended)
@@ -81,25 +81,19 @@ class Copier:
     def _ask(
         self,
         stream: torch.cuda.Stream,
-        copies: list[Copy],
+        copies: Iterable[Copy],
         after: Iterable[torch.cuda.Event],
-        ended: torch.cuda.Event | None = None,
+        ended: torch.cuda.Event | None,
     ) -> torch.cuda.Event:
-        """Empties ``copies``: the thread keeps the list for a while, and would keep what they go to."""
         for event in after:
-            stream.wait_event(event)
-        with self._entered(stream):
-            while copies:
-                self._host_weights.copy_to(*copies.pop(0))
-        copied: torch.cuda.Event = stream.record_event(ended)
-        return copied
-
-    def _entered(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
-        """A block in which ``stream`` is the current one."""
-        home = self._home
-        if home is None or not self.is_home_stream or torch.cuda.current_device() != home.device_index:
-            return torch.cuda.stream(stream)
-        return _Swapped(stream, home)
+            event.wait(stream)
+        at_home = self.is_home_stream and torch.cuda.current_device() == stream.device_index
+        with self._swapped if at_home and self._swapped is not None else torch.cuda.stream(stream):
+            for source, target in copies:
+                self._host_weights.copy_to(source, target)
+        ended = torch.cuda.Event() if ended is None else ended
+        ended.record(stream)
+        return ended
 
     def mark(self, event: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
         """An event for what was asked of the compute stream up to now; None on a CPU.
@@ -109,8 +103,9 @@ class Copier:
         """
         if self._home is None:
             return None
-        stream = self._home if self.is_home_stream else torch.cuda.current_stream(self._device)
-        return stream.record_event(event)
+        event = torch.cuda.Event() if event is None else event
+        event.record(self._home if self.is_home_stream else torch.cuda.current_stream(self._device))
+        return event
 
     def wait(self, copied: Copied | None) -> bool:
         """Make the compute stream wait for ``copied``; re-raise what reading the file raised.
@@ -121,8 +116,8 @@ class Copier:
         if copied is None or self._home is None:
             return True
         home = self.is_home_stream
-        stream = self._home if home else torch.cuda.current_stream(self._device)
-        stream.wait_event(copied.result() if isinstance(copied, Future) else copied)
+        event = copied.result() if isinstance(copied, Future) else copied
+        event.wait(self._home if home else torch.cuda.current_stream(self._device))
         return home
 
     @property
@@ -140,3 +135,9 @@ class Copier:
         concurrent.futures.wait([copied for copied, _ in self._read])
         self._read = []
         self._home.wait_event(self._stream.record_event())
+
+
+def _emptied(copies: list[Copy]) -> Iterator[Copy]:
+    """Yield ``copies`` and drop each: the thread keeps the list for a while, and would keep what they go to."""
+    while copies:
+        yield copies.pop(0)
