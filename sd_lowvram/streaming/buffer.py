@@ -8,6 +8,7 @@ like an earlier one only looks up what to take back and which blocks to fetch.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -174,7 +175,7 @@ class DeviceBuffer:
     def _clear(self) -> None:
         self._there = self._passing = self._busy = self._held = 0  # sets of blocks, by their bits
         self._last: BlockState | None = None  # the block entered last
-        self._allocated: torch.cuda.Event | None = None  # of the buffer, until the first copy waits for it
+        self._begun: torch.cuda.Event | None = None  # the buffer's allocation, or a replay: the next copy waits for it
 
     def roles(self) -> dict[int, tuple[BlockState, ...] | None]:
         """Map the id of a layer's module to its blocks: () if it stays, None if it is a table."""
@@ -197,7 +198,7 @@ class DeviceBuffer:
             layout.take_room(device)
             self._device = device
             self._copier = Copier(self._host_weights, torch.device("cpu") if fake else device)
-            self._allocated = self._copier.mark()
+            self._begun = self._copier.mark()
             for block in (staying, *self.blocks):
                 if block.number in layout.places:
                     block.place(*layout.placed(block.number))
@@ -211,6 +212,47 @@ class DeviceBuffer:
         self._take_back_all()
         self._make(self._move(None), None)
         self._last = None
+
+    # A recorded run
+
+    @property
+    def state(self) -> tuple[int, ...] | None:
+        """The blocks that are there between two runs; None if the next run can neither be recorded nor be replayed:
+        without a buffer, on another stream, with blocks that are allocated anew, or copied from unpinned memory."""
+        fixed = self.layout.open and not self.layout.rooms and self._host_weights.all_pinned
+        return self._sets() if fixed and self._copier.is_home_stream else None
+
+    def _sets(self) -> tuple[int, ...]:
+        return self._there, self._passing, self._busy, self._held
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record a run and its copies within the block, in the capture on the current stream. The device is idle.
+
+        Raises:
+            RuntimeError: the run leaves other blocks than it found, so that it cannot be repeated.
+        """
+        before = self._sets()
+        self._forget_events()  # of before, for which no capture may wait
+        try:
+            with self._copier.recorded():
+                yield
+        finally:
+            self._forget_events()  # of the capture, for which nothing else may wait
+        if self._sets() != before:
+            raise RuntimeError("a step leaves other blocks on the device than it found")
+
+    def _forget_events(self) -> None:
+        self._begun = None
+        for block in (self.staying, *self.blocks):
+            block.copied = block.ended = block.used = None
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Order what the block asks of the compute stream after all copies of before, and before all that follow."""
+        self._copier.join()
+        yield
+        self._begun = self._copier.mark()
 
     def evict(self) -> None:
         """Free all device memory as soon as its copies are done."""
@@ -303,8 +345,8 @@ class DeviceBuffer:
         else:
             for other in evicted:
                 self.take_back(other)
-            after = [self._allocated, *(other.used for other in evicted)]
-            self._allocated = None
+            after = [self._begun, *(other.used for other in evicted)]
+            self._begun = None
         block.copied = self._copier.copy(block.copies, after, block.ended)
         if isinstance(block.copied, torch.cuda.Event):
             block.ended = block.copied

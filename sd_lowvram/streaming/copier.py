@@ -8,6 +8,7 @@ a CPU copies are made immediately, and there are no events.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
@@ -44,10 +45,14 @@ class Copier:
         self._host_weights = host_weights
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._home = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._handle = 0 if self._home is None else int(self._home.cuda_stream)
-        self._swapped = None if self._stream is None or self._home is None else _Swapped(self._stream, self._home)
         self._read: list[tuple[Future[torch.cuda.Event], list[Copy]]] = []
+        self._settle(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+    def _settle(self, home: torch.cuda.Stream | None) -> None:
+        """Take ``home`` for the compute stream that owns the memory."""
+        self._home = home
+        self._handle = 0 if home is None else int(home.cuda_stream)
+        self._swapped = None if self._stream is None or home is None else _Swapped(self._stream, home)
 
     def copy(
         self, copies: Sequence[Copy], after: Iterable[torch.cuda.Event | None], ended: torch.cuda.Event | None = None
@@ -125,6 +130,24 @@ class Copier:
         """True if the current compute stream is the one that owns the memory."""
         return self._home is None or stream_handle(self._home.device_index) == self._handle
 
+    def join(self) -> None:
+        """Make the compute stream that owns the memory wait for all copies in flight."""
+        if self._stream is not None and self._home is not None:
+            self._home.wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Make the copies within the block a branch of the capture on the current stream."""
+        home = self._home
+        self._settle(torch.cuda.current_stream(self._device))
+        try:
+            if self._stream is not None and self._home is not None:
+                self._stream.wait_stream(self._home)
+            yield
+            self.join()
+        finally:
+            self._settle(home)
+
     def drain(self) -> None:
         """Cancel queued reads, and make the compute stream, which owns the memory, wait for all copies in flight."""
         if self._stream is None or self._home is None:
@@ -134,7 +157,7 @@ class Copier:
                 copies.clear()
         concurrent.futures.wait([copied for copied, _ in self._read])
         self._read = []
-        self._home.wait_event(self._stream.record_event())
+        self.join()
 
 
 def _emptied(copies: list[Copy]) -> Iterator[Copy]:

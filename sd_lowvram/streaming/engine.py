@@ -105,6 +105,7 @@ class Stream:
         self._thread: int | None = None  # the thread that runs the models now
         self._followed = False  # autograd follows the run: layers get copies, and the ring is not used
         self._layers: dict[int, Layer] = {}  # id(module) -> layer
+        self._forget: Callable[[], None] = lambda: None  # frees recordings, which read the buffer
         self._called: dict[int, None] = {}  # ids of the modules of blocks that were called in this run, in order
 
     # Attaching
@@ -175,7 +176,7 @@ class Stream:
                 result = run_at(self._device, original, *args, **kwargs)
                 self._end()
             except BaseException:
-                self._abandon()
+                self.abandon()
                 raise
             finally:
                 self._thread, self._followed = None, False
@@ -253,13 +254,34 @@ class Stream:
         else:
             self._buffer.end()
 
-    def _abandon(self) -> None:
+    # Recording a run
+
+    def before_evicting(self, forget: Callable[[], None]) -> None:
+        """Call ``forget`` before the device memory is freed: recordings of runs read it."""
+        self._forget = forget
+
+    def state(self) -> tuple[int, ...] | None:
+        """Prepare a run as any other is prepared; return what it finds on the device, as :attr:`DeviceBuffer.state`."""
+        self._turns.take(self)
+        self._survey()
+        return self._buffer.state
+
+    def recorded(self) -> contextlib.AbstractContextManager[None]:
+        """Record the run that is called within the block; see :meth:`DeviceBuffer.recorded`."""
+        return self._buffer.recorded()
+
+    def replayed(self) -> contextlib.AbstractContextManager[None]:
+        """Replay a recorded run within the block; see :meth:`DeviceBuffer.replayed`."""
+        return self._buffer.replayed()
+
+    def abandon(self) -> None:
         """Return every weight to host memory after an error, and free the device."""
         self._layout.hand_back()
         self.evict()
 
     def evict(self) -> None:
         """Free all device memory of the stream as soon as its copies are done."""
+        self._forget()
         self._buffer.evict()
 
     # Looking at the models

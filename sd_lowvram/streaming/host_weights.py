@@ -84,6 +84,11 @@ class HostWeights:
         """Memory that cannot be dropped: all but the mapped files."""
         return self.pinned_bytes + self.ring_bytes + self.held_bytes
 
+    @property
+    def all_pinned(self) -> bool:
+        """True if every host weight is pinned."""
+        return not self.held_bytes and not self.mapped_bytes
+
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Settle new tensors in host memory, and those that hold other memory than before.
 
