@@ -118,7 +118,7 @@ def doubled(anatomy, settings, device):
 '''
 TOY_FIELD = """
     toy: int | None = declare(
-        place=30, label="Toy", help="a toy of tests", maximum=9, fidelity=APPROXIMATE, stages=DENOISE, hook=doubled
+        place=32, label="Toy", help="a toy of tests", maximum=9, fidelity=APPROXIMATE, stages=DENOISE, hook=doubled
     )
 """
 USES = """

@@ -7,6 +7,7 @@ arguments apart, step out of modes that are entered, and ask the compiler what i
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -120,9 +121,8 @@ def stream_handle(index: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
-def writes(tensor: Tensor) -> int:
-    """A number that rises when the tensor is written to in place. Tensors from inference mode have none."""
-    return tensor._version
+writes: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""A number that rises when a tensor is written to in place. Tensors from inference mode have none."""
 
 
 def is_composite(func: Any) -> bool:

@@ -90,3 +90,18 @@ class SpeedKnobs:
         acts={Act.REPLAYS: ANY, Act.RECORDS: ANY},
         excludes=dict.fromkeys((Act.COPIES_TO_HOST, Act.SKIPS_LAYERS, Act.WIDENS_WEIGHTS, Act.PARKS_WEIGHTS), ANY),
     )
+    streamed_graphs: bool | None = declare(
+        place=31,
+        label="CUDA graphs of streamed steps",
+        help="record a step with weights that are loaded while it runs, and replay it on an NVIDIA GPU: the processor "
+        "starts no single copies and operations",
+        when="streamed weights on fast GPUs, without a budget: no plan knows the memory of the recordings",
+        fidelity=BITWISE,
+        surfaces=(),  # no plan takes it
+        stages=DENOISE,
+        hook="parking.offload",
+        depth=Depth.PLACES,
+        acts={Act.REPLAYS: ANY, Act.RECORDS: ANY},
+        excludes=dict.fromkeys((Act.COPIES_TO_HOST, Act.SKIPS_LAYERS, Act.WIDENS_WEIGHTS, Act.REPLAYS), ANY),
+        implies={"offload": "blocks"},
+    )

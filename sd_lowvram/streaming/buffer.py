@@ -8,8 +8,9 @@ like an earlier one only looks up what to take back and which blocks to fetch.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ..compat.private import storage_key, writes
 from ..errors import LowVRAMError
 from ..weights import ordinary_mode
 from . import weight_scopes as lending
-from .copier import Copied, Copier, Copy, Moment
+from .copier import Copied, Copier, Copy
 from .host_weights import HostWeights
 from .layout import STAYING, DeviceLayout, LentLink, WeightSlot
 
@@ -39,7 +40,7 @@ class BlockState:
         held: number of :func:`repeated_calls` that need it.
         copied: the end of its copies, until the stream that owns the memory waits for it.
         ended: the event of its last copies, which the next ones record again.
-        used: moment after its last use.
+        used: the end of its last use.
         versions: versions of its weights when they were lent; None while they are not.
     """
 
@@ -54,7 +55,7 @@ class BlockState:
         self.busy = self.held = 0
         self.copied: Copied | None = None
         self.ended: torch.cuda.Event | None = None
-        self.used: Moment | None = None
+        self.used: torch.cuda.Event | None = None
         self.versions: list[int] | None = None
         self.place((), (), ())
 
@@ -67,16 +68,18 @@ class BlockState:
         self._returned = [(slot.tensor, slot.host) for slot in whole]
         self._packed = [slot for slot in whole if "quant_state" in vars(slot.tensor)] if links else []
         self._tensors = [slot.lent for slot in slots]
-        self._counted = [slot for slot in slots if not slot.lent.is_inference()]
+        counted = [slot for slot in slots if not slot.lent.is_inference()]
+        self._counted = [slot.lent for slot in counted]
+        self._sources = [slot.source for slot in counted]
 
     def lend(self) -> None:
-        """Point the weights at the buffer."""
+        """Point the weights at the buffer. No mode is needed: contents are exchanged, and nothing is made."""
         self.versions = []
         for tensor, view in self._lent:
             tensor.data = view
         for link in self._links:
             link.lend()
-        self.versions = self._versions()
+        self.versions = list(map(writes, self._counted))
 
     def take_back(self) -> bool:
         """Point the weights at host memory again, and copy back what was written on the device.
@@ -86,21 +89,22 @@ class BlockState:
         """
         before, self.versions = self.versions, None
         lending.give_back(self._tensors)
-        now = self._versions()
+        now = list(map(writes, self._counted))
         written = before != now and bool(before)  # no versions: lending was interrupted
         if written:
-            for slot, *versions in zip(self._counted, before or (), now, strict=True):
-                if versions[0] != versions[1]:
-                    slot.source.copy_(slot.lent.data)
+            self._copy_back(before or [], now)
         replaced = [(slot.tensor, slot.tensor.data) for slot in self._packed if not _is_at(slot.tensor, slot.view)]
-        for tensor, host in (*self._returned, *replaced):
+        for tensor, host in (*self._returned, *replaced) if replaced else self._returned:
             tensor.data = host
         for link in self._links:
             link.take_back()
         return written or bool(replaced)
 
-    def _versions(self) -> list[int]:
-        return [writes(slot.lent) for slot in self._counted]
+    def _copy_back(self, before: Iterable[int], now: Iterable[int]) -> None:
+        with ordinary_mode():
+            for source, lent, *versions in zip(self._sources, self._counted, before, now, strict=True):
+                if versions[0] != versions[1]:
+                    source.copy_(lent.data)
 
 
 def _is_at(tensor: torch.Tensor, view: torch.Tensor) -> bool:
@@ -173,7 +177,7 @@ class DeviceBuffer:
     def _clear(self) -> None:
         self._there = self._passing = self._busy = self._held = 0  # sets of blocks, by their bits
         self._last: BlockState | None = None  # the block entered last
-        self._room_taken: Moment | None = None  # recorded when the buffer was allocated
+        self._begun: torch.cuda.Event | None = None  # the buffer's allocation, or a replay: the next copy waits for it
 
     def roles(self) -> dict[int, tuple[BlockState, ...] | None]:
         """Map the id of a layer's module to its blocks: () if it stays, None if it is a table."""
@@ -196,27 +200,65 @@ class DeviceBuffer:
             layout.take_room(device)
             self._device = device
             self._copier = Copier(self._host_weights, torch.device("cpu") if fake else device)
-            self._room_taken = self._copier.mark()
+            self._begun = self._copier.mark()
             for block in (staying, *self.blocks):
                 if block.number in layout.places:
                     block.place(*layout.placed(block.number))
-        with ordinary_mode():
-            if not self._there & staying.bit:
-                self._fetch(staying, ())
-                self._there |= staying.bit
-            self._lend(staying)
+        if not self._there & staying.bit:
+            self._fetch(staying, ())
+            self._there |= staying.bit
+        self._lend(staying)
 
     def end(self) -> None:
         """Take back all weights, and fetch for the next step."""
-        with ordinary_mode():
-            self._take_back_all()
-            self._make(self._move(None), None)
+        self._take_back_all()
+        self._make(self._move(None), None)
         self._last = None
+
+    # A recorded run
+
+    @property
+    def state(self) -> tuple[int, ...] | None:
+        """The blocks that are there between two runs; None if the next run can neither be recorded nor be replayed:
+        without a buffer, on another stream, with blocks that are allocated anew, or copied from unpinned memory."""
+        fixed = self.layout.open and not self.layout.rooms and self._host_weights.all_pinned
+        return self._sets() if fixed and self._copier.is_home_stream else None
+
+    def _sets(self) -> tuple[int, ...]:
+        return self._there, self._passing, self._busy, self._held
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record a run and its copies within the block, in the capture on the current stream. The device is idle.
+
+        Raises:
+            RuntimeError: the run leaves other blocks than it found, so that it cannot be repeated.
+        """
+        before = self._sets()
+        self._forget_events()  # of before, for which no capture may wait
+        try:
+            with self._copier.recorded():
+                yield
+        finally:
+            self._forget_events()  # of the capture, for which nothing else may wait
+        if self._sets() != before:
+            raise RuntimeError("a step leaves other blocks on the device than it found")
+
+    def _forget_events(self) -> None:
+        self._begun = None
+        for block in (self.staying, *self.blocks):
+            block.copied = block.ended = block.used = None
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Order what the block asks of the compute stream after all copies of before, and before all that follow."""
+        self._copier.join()
+        yield
+        self._begun = self._copier.mark()
 
     def evict(self) -> None:
         """Free all device memory as soon as its copies are done."""
-        with ordinary_mode():
-            self._take_back_all()
+        self._take_back_all()
         self._copier.drain()
         self.layout.give_room_back()
         for block in (self.staying, *self.blocks):
@@ -239,8 +281,7 @@ class DeviceBuffer:
         if self._last is block and block.versions is not None:
             return
         self._last = block
-        with ordinary_mode():
-            self._make(self._move(block), block)
+        self._make(self._move(block), block)
 
     def leave(self, block: BlockState) -> None:
         """Note that a layer of a block has run."""
@@ -297,14 +338,17 @@ class DeviceBuffer:
             self.layout.drop(block.number)
 
     def _fetch(self, block: BlockState, evicted: Sequence[BlockState]) -> None:
+        """Copy a block to the device. Copies run in order, so its memory is free once the last ones there were used."""
         if self.layout.rooms and block.streamed:
-            self.layout.take(block.number, self._device)
+            with ordinary_mode():
+                self.layout.take(block.number, self._device)
             block.place(*self.layout.placed(block.number))
             after = [self._copier.mark()]  # kernels launched earlier may still read this memory
         else:
             for other in evicted:
                 self.take_back(other)
-            after = [self._room_taken, *(other.used for other in block.overlapping)]
+            after = [self._begun, *(other.used for other in evicted)]
+            self._begun = None
         block.copied = self._copier.copy(block.copies, after, block.ended)
         if isinstance(block.copied, torch.cuda.Event):
             block.ended = block.copied

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +23,6 @@ Copy = tuple[Tensor, Tensor]
 
 Copied = torch.cuda.Event | Future[torch.cuda.Event]
 """The end of copies; a future where the reader thread still has to ask for them."""
-
-
-class Moment(NamedTuple):
-    """A moment of a compute stream.
-
-    Attributes:
-        event: recorded there.
-        number: rises on the stream that owns the memory, so that a later moment implies the earlier ones; 0 on others.
-    """
-
-    event: torch.cuda.Event
-    number: int
 
 
 class _Swapped:
@@ -58,21 +45,25 @@ class Copier:
         self._host_weights = host_weights
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._home = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._handle = 0 if self._home is None else int(self._home.cuda_stream)
-        self._marks = 0
         self._read: list[tuple[Future[torch.cuda.Event], list[Copy]]] = []
+        self._settle(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+    def _settle(self, home: torch.cuda.Stream | None) -> None:
+        """Take ``home`` for the compute stream that owns the memory."""
+        self._home = home
+        self._handle = 0 if home is None else int(home.cuda_stream)
+        self._swapped = None if self._stream is None or home is None else _Swapped(self._stream, home)
 
     def copy(
-        self, copies: Iterable[Copy], after: Iterable[Moment | None], ended: torch.cuda.Event | None = None
+        self, copies: Sequence[Copy], after: Iterable[torch.cuda.Event | None], ended: torch.cuda.Event | None = None
     ) -> Copied | None:
-        """Copy as soon as all that is in ``after`` has happened.
+        """Copy as soon as all that is in ``after`` has happened, and all copies of before have ended.
 
         What passes the ring is read by a thread of its own, and so is all that is asked for meanwhile, in order.
 
         Args:
             copies: the copies.
-            after: moments of the compute stream.
+            after: events of the compute stream; None: no event.
             ended: an event to record again; nothing that is still to come may wait for what it stands for.
 
         Returns:
@@ -82,11 +73,12 @@ class Copier:
             for source, target in copies:
                 self._host_weights.copy_to(source, target)
             return None
-        copies, events = list(copies), _last(after)
+        events = [event for event in after if event is not None]
         if self._read:
             self._read = [(copied, theirs) for copied, theirs in self._read if not copied.done()]
-        if self._read or self._host_weights.pass_ring(source for source, _ in copies):
-            copied = self._host_weights.reader().submit(self._ask, self._stream, copies, events)
+        if self._read or self._host_weights.pass_ring(copies):
+            copies = list(copies)
+            copied = self._host_weights.reader().submit(self._ask, self._stream, _emptied(copies), events, None)
             self._read.append((copied, copies))
             return copied
         return self._ask(self._stream, copies, events, ended)
@@ -94,39 +86,31 @@ class Copier:
     def _ask(
         self,
         stream: torch.cuda.Stream,
-        copies: list[Copy],
+        copies: Iterable[Copy],
         after: Iterable[torch.cuda.Event],
-        ended: torch.cuda.Event | None = None,
+        ended: torch.cuda.Event | None,
     ) -> torch.cuda.Event:
-        """Empties ``copies``: the thread keeps the list for a while, and would keep what they go to."""
         for event in after:
-            stream.wait_event(event)
-        with self._entered(stream):
-            while copies:
-                self._host_weights.copy_to(*copies.pop(0))
-        copied: torch.cuda.Event = stream.record_event(ended)
-        return copied
+            event.wait(stream)
+        at_home = self.is_home_stream and torch.cuda.current_device() == stream.device_index
+        with self._swapped if at_home and self._swapped is not None else torch.cuda.stream(stream):
+            for source, target in copies:
+                self._host_weights.copy_to(source, target)
+        ended = torch.cuda.Event() if ended is None else ended
+        ended.record(stream)
+        return ended
 
-    def _entered(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
-        """A block in which ``stream`` is the current one."""
-        home = self._home
-        if home is None or not self.is_home_stream or torch.cuda.current_device() != home.device_index:
-            return torch.cuda.stream(stream)
-        return _Swapped(stream, home)
-
-    def mark(self, moment: Moment | None = None) -> Moment | None:
-        """The moment at which what was asked of the compute stream up to now is done; None on a CPU.
+    def mark(self, event: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+        """An event for what was asked of the compute stream up to now; None on a CPU.
 
         Args:
-            moment: one that is no longer needed, whose event is recorded again.
+            event: one that nothing will wait for any longer, which is recorded again.
         """
         if self._home is None:
             return None
-        if not self.is_home_stream:
-            return Moment(torch.cuda.current_stream(self._device).record_event(), 0)
-        self._marks += 1
-        again = moment.event if moment is not None and moment.number else None
-        return Moment(self._home.record_event(again), self._marks)
+        event = torch.cuda.Event() if event is None else event
+        event.record(self._home if self.is_home_stream else torch.cuda.current_stream(self._device))
+        return event
 
     def wait(self, copied: Copied | None) -> bool:
         """Make the compute stream wait for ``copied``; re-raise what reading the file raised.
@@ -137,14 +121,32 @@ class Copier:
         if copied is None or self._home is None:
             return True
         home = self.is_home_stream
-        stream = self._home if home else torch.cuda.current_stream(self._device)
-        stream.wait_event(copied.result() if isinstance(copied, Future) else copied)
+        event = copied.result() if isinstance(copied, Future) else copied
+        event.wait(self._home if home else torch.cuda.current_stream(self._device))
         return home
 
     @property
     def is_home_stream(self) -> bool:
         """True if the current compute stream is the one that owns the memory."""
         return self._home is None or stream_handle(self._home.device_index) == self._handle
+
+    def join(self) -> None:
+        """Make the compute stream that owns the memory wait for all copies in flight."""
+        if self._stream is not None and self._home is not None:
+            self._home.wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Make the copies within the block a branch of the capture on the current stream."""
+        home = self._home
+        self._settle(torch.cuda.current_stream(self._device))
+        try:
+            if self._stream is not None and self._home is not None:
+                self._stream.wait_stream(self._home)
+            yield
+            self.join()
+        finally:
+            self._settle(home)
 
     def drain(self) -> None:
         """Cancel queued reads, and make the compute stream, which owns the memory, wait for all copies in flight."""
@@ -155,17 +157,10 @@ class Copier:
                 copies.clear()
         concurrent.futures.wait([copied for copied, _ in self._read])
         self._read = []
-        self._home.wait_event(self._stream.record_event())
+        self.join()
 
 
-def _last(moments: Iterable[Moment | None]) -> list[torch.cuda.Event]:
-    """The events that imply all ``moments``."""
-    last, events = None, []
-    for moment in moments:
-        if moment is None:
-            continue
-        if not moment.number:
-            events.append(moment.event)
-        elif last is None or moment.number > last.number:
-            last = moment
-    return events if last is None else [*events, last.event]
+def _emptied(copies: list[Copy]) -> Iterator[Copy]:
+    """Yield ``copies`` and drop each: the thread keeps the list for a while, and would keep what they go to."""
+    while copies:
+        yield copies.pop(0)

@@ -37,7 +37,7 @@ from ..memory.segments import release_segments
 from ..memory.threads import place_of, turn
 from ..patches import Patch, set_patch, take_off, wrap
 from ..weight_parts import Link, links_of
-from ..weights import needs_graph, ordinary_mode
+from ..weights import needs_graph
 from . import weight_scopes as lending
 from .buffer import BlockState, DeviceBuffer
 from .device_io import look_up, refuse_unseen, run_at
@@ -100,12 +100,13 @@ class Stream:
         self._tensors: list[Tensor] = []  # weights of all layers, each once, streamed ones first
         self._contents: list[Any] = []  # their storages and versions at that survey; empty: written to since
         self._roles: dict[int, tuple[BlockState, ...] | None] = {}  # id(module) -> blocks; None: a table
-        self._looked_at: set[str] = set()  # names of layers whose order was looked at after a run
+        self._looked_at: set[int] = set()  # ids of modules whose order was looked at after a run
         self._buffer = self._buffer_of(lay_down((), policy, {}))
         self._thread: int | None = None  # the thread that runs the models now
         self._followed = False  # autograd follows the run: layers get copies, and the ring is not used
         self._layers: dict[int, Layer] = {}  # id(module) -> layer
-        self._called: dict[str, None] = {}  # names of the layers called in this run, in order
+        self._forget: Callable[[], None] = lambda: None  # frees recordings, which read the buffer
+        self._called: dict[int, None] = {}  # ids of the modules of blocks that were called in this run, in order
 
     # Attaching
 
@@ -164,7 +165,7 @@ class Stream:
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the models; a call from another thread waits until this one has ended."""
-        if self._runs_here():
+        if self._thread == threading.get_ident():
             return original(*args, **kwargs)
         refuse_unseen(next(iter(self._components.values())))
         with turn({place_of(self._device)}):
@@ -175,35 +176,36 @@ class Stream:
                 result = run_at(self._device, original, *args, **kwargs)
                 self._end()
             except BaseException:
-                self._abandon()
+                self.abandon()
                 raise
             finally:
                 self._thread, self._followed = None, False
         return result
 
-    def _runs_here(self) -> bool:
-        return self._thread == threading.get_ident()
-
     def _run_layer(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._runs_here():  # a host calls a part of the model by itself
+        if self._thread != threading.get_ident():  # a host calls a part of the model by itself
             return self.run(functools.partial(self._run_layer, module, original), *args, **kwargs)
-        if id(module) not in self._roles:
-            return original(*args, **kwargs)
-        blocks = self._roles[id(module)]
-        if blocks is None:
-            return look_up(self._device, original, *args, **kwargs)
-        if self._followed:
-            return self._run_followed(module, original, *args, **kwargs)
-        self._called[self._layers[id(module)].name] = None
+        blocks = self._roles.get(id(module))
+        if not blocks or self._followed:
+            return self._run_unstreamed(module, original, *args, **kwargs)
+        self._called[id(module)] = None
         if len(blocks) > 1:
             return self._run_in_parts(module, blocks, original, *args, **kwargs)
-        for block in blocks:
-            self._buffer.enter(block)
+        self._buffer.enter(blocks[0])
         try:
             return original(*args, **kwargs)
         finally:
-            for block in blocks:
-                self._buffer.leave(block)
+            self._buffer.leave(blocks[0])
+
+    def _run_unstreamed(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a layer that stays or is unknown, a table, or any layer under autograd."""
+        if id(module) not in self._roles:
+            return original(*args, **kwargs)
+        if self._roles[id(module)] is None:
+            return look_up(self._device, original, *args, **kwargs)
+        if self._followed:
+            return self._run_followed(module, original, *args, **kwargs)
+        return original(*args, **kwargs)
 
     def _run_followed(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         device = actual_device(self._device)
@@ -233,8 +235,7 @@ class Stream:
                 yield
         finally:
             self._buffer.leave(block)
-            with ordinary_mode():
-                self._buffer.take_back(block)
+            self._buffer.take_back(block)
 
     def _begin(self) -> None:
         self._turns.take(self)
@@ -253,13 +254,34 @@ class Stream:
         else:
             self._buffer.end()
 
-    def _abandon(self) -> None:
+    # Recording a run
+
+    def before_evicting(self, forget: Callable[[], None]) -> None:
+        """Call ``forget`` before the device memory is freed: recordings of runs read it."""
+        self._forget = forget
+
+    def state(self) -> tuple[int, ...] | None:
+        """Prepare a run as any other is prepared; return what it finds on the device, as :attr:`DeviceBuffer.state`."""
+        self._turns.take(self)
+        self._survey()
+        return self._buffer.state
+
+    def recorded(self) -> contextlib.AbstractContextManager[None]:
+        """Record the run that is called within the block; see :meth:`DeviceBuffer.recorded`."""
+        return self._buffer.recorded()
+
+    def replayed(self) -> contextlib.AbstractContextManager[None]:
+        """Replay a recorded run within the block; see :meth:`DeviceBuffer.replayed`."""
+        return self._buffer.replayed()
+
+    def abandon(self) -> None:
         """Return every weight to host memory after an error, and free the device."""
         self._layout.hand_back()
         self.evict()
 
     def evict(self) -> None:
         """Free all device memory of the stream as soon as its copies are done."""
+        self._forget()
         self._buffer.evict()
 
     # Looking at the models
@@ -327,9 +349,8 @@ class Stream:
         news = False
         streamed = dict.fromkeys(layer.name for block in self._layout.blocks for layer in block.layers)
         orders: dict[str, list[str]] = {}
-        for name in self._called:
-            if name in streamed:
-                orders.setdefault(name.split(".")[0], []).append(name)
+        for layer in map(self._layers.__getitem__, self._called):
+            orders.setdefault(layer.component, []).append(layer.name)
         for component, order in orders.items():
             if set(order) <= set(self._orders.get(component, ())):
                 continue

@@ -84,6 +84,11 @@ class HostWeights:
         """Memory that cannot be dropped: all but the mapped files."""
         return self.pinned_bytes + self.ring_bytes + self.held_bytes
 
+    @property
+    def all_pinned(self) -> bool:
+        """True if every host weight is pinned."""
+        return not self.held_bytes and not self.mapped_bytes
+
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Settle new tensors in host memory, and those that hold other memory than before.
 
@@ -138,17 +143,18 @@ class HostWeights:
 
         Args:
             source: the contents of a host weight: ``tensor.data`` outside of the time in which it is lent.
-            target: of the same shape and type.
+            target: of the same shape and type, neither an inference tensor nor one that requires gradients.
         """
-        with ordinary_mode():
-            if self._ring is not None and self._is_slow(source) and (pair := _sort_dims(source, target)):
-                self._ring.copy(*pair, self._past if self._is_on_disk(source) else None)
-            else:
-                target.copy_(source, non_blocking=self.device.type == "cuda")
+        if self._ring is not None and self._is_slow(source):
+            with ordinary_mode():
+                if pair := _sort_dims(source, target):
+                    self._ring.copy(*pair, self._past if self._is_on_disk(source) else None)
+                    return
+        target.copy_(source, non_blocking=self.device.type == "cuda")
 
-    def pass_ring(self, sources: Iterable[Tensor]) -> bool:
-        """True if any of ``sources`` passes through the ring, which is as slow as reading it."""
-        return self._ring is not None and any(map(self._is_slow, sources))
+    def pass_ring(self, copies: Iterable[tuple[Tensor, Tensor]]) -> bool:
+        """True if any of ``copies`` passes through the ring, which is as slow as reading its source."""
+        return self._ring is not None and any(self._is_slow(source) for source, _ in copies)
 
     def reader(self) -> Executor:
         """Return the thread that fills the ring; it works in the order of requests."""

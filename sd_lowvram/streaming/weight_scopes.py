@@ -122,7 +122,10 @@ def present_rows() -> slice:
 
 def give_back(tensors: Iterable[Tensor]) -> None:
     """End the lending of evicted tensors by :func:`hold_weights`."""
-    lent_weights, wanted = _state.kept or {}, set(map(id, tensors))
+    lent_weights = _state.kept
+    if not lent_weights:
+        return
+    wanted = set(map(id, tensors))
     for key in [key for key in reversed(lent_weights) if key[0] in wanted]:
         lent_weights.pop(key)[2].close()
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import sd_lowvram
-from sd_lowvram import Settings
+from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.performance import profile
-from sd_lowvram.errors import BudgetError, SettingsError
+from sd_lowvram.errors import BudgetError, NoSiteError, SettingsError
 from sd_lowvram.planning.request import request_for
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import anatomy_of
@@ -64,3 +64,15 @@ def test_a_processor_has_none() -> None:
 def test_a_controlnet_takes_its_turn() -> None:
     with pytest.raises(SettingsError, match="ControlNet"):
         planned(anatomy=anatomy_of(families.controlled(1)), cuda_graphs=True)
+
+
+def test_recorded_streamed_steps_are_in_no_plan() -> None:
+    assert not planned(vram=GIB, card="h100").settings.streamed_graphs
+    with pytest.raises(SettingsError, match="streamed_graphs: no plan knows"):
+        planned(streamed_graphs=True)
+    pipe = families.plain("sd15")
+    with pytest.raises(SettingsError, match="streamed_graphs are recorded on NVIDIA GPUs"):
+        attached(pipe.unet, Settings(streamed_graphs=True, offload="blocks"), device="cpu").__enter__()
+    with pytest.raises(NoSiteError, match="no weights are streamed"):
+        attached(pipe.unet, Settings(streamed_graphs=True, offload="none"), device="cpu").__enter__()
+    assert not any("forward" in vars(module) for module in pipe.unet.modules())

@@ -38,6 +38,7 @@ _ON_A_CPU = {
     "attention=triton": "cannot run on cpu",
     "attention=cudnn": "cannot run on cpu",
     "cuda_graphs": "NVIDIA GPUs",
+    "streamed_graphs": "no weights are streamed",
     "packed_weights": "packed.weights: ",
     "winograd": "convolutions of 64 channels",
 }

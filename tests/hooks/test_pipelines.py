@@ -33,6 +33,7 @@ ELSEWHERE = {
     "attention=cudnn": "simulated_gpu/test_cudnn_attention_on_the_card.py",
     "attention=triton": "test_remedies.py",
     "cuda_graphs=True": "simulated_gpu/test_graphs_on_the_card.py",
+    "streamed_graphs=True": "simulated_gpu/test_streamed_graphs_on_the_card.py",
     "fused_kernels=True": "hooks/fused_interpreted.py",
     "vae_fused_kernels=True": "hooks/fused_interpreted.py",
     "compile=regional": "hooks/test_compiled.py",

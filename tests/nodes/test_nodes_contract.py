@@ -139,6 +139,7 @@ def test_all_surfaces_show_all_but_what_comfyui_does_itself() -> None:
     """A knob that leaves a surface out is named here, or fails."""
     absent = {name: {"node"} for name in COMFYUI_DOES}
     absent |= {name: {"node", "panel"} for name in ("cuda_graphs", "traced")}
+    absent["streamed_graphs"] = set(SURFACES)
     for name, knob in knobs().items():
         assert set(SURFACES) - set(knob.surfaces) == absent.get(name, set()), name
 

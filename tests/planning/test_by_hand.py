@@ -40,6 +40,7 @@ NO_WAYS = {
     "deterministic": "asks more of the same ways",
     "compile": "what it gains is measured on the card, and unknown of one that is not here",
     "traced": "as compile",
+    "streamed_graphs": "in no plan",
 }
 """Knobs that are not asked for, and why."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import families
 import pytest
 import torch
 from on_card import GPU, Seen
+from simulated_card.card import card
 from test_hooks_on_the_card import LAYER, WAYS, Broken, denoise, denoise_past, mapped, run, timing_of
 from torch import Tensor
 
@@ -30,15 +32,15 @@ Work = Callable[[Any, Path], bool]
 """A run on the card; whether its result is right."""
 
 
-PLAIN: dict[str, Tensor] = {}
-"""What is right: latents of the UNet alone, and a picture."""
+PLAIN: dict[str, Any] = {}
+"""What is right: latents of the UNet alone, results of single calls, and a picture."""
 
 
 @pytest.fixture(scope="module")
 def whole() -> Any:
     pipe = families.plain("sd15")
     with attached(pipe, Settings(offload="none"), device=GPU):
-        PLAIN.update(latents=denoise(pipe.unet), picture=run(pipe, {}))
+        PLAIN.update(latents=denoise(pipe.unet), mixed=mixed(pipe.unet), picture=run(pipe, {}))
     return pipe
 
 
@@ -54,6 +56,24 @@ def streamed(way: str) -> Work:
             return all(torch.equal(denoise(pipe.unet), PLAIN["latents"]) for _ in range(2))
 
     return work
+
+
+def mixed(unet: Any, batches: tuple[int, ...] = (2, 2, 2, 2, 1, 2)) -> list[Tensor]:
+    """Calls of which the host waits for none; the last ones of a kind are replayed where calls are recorded."""
+    noise = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, 4, 8, 8, generator=noise).to(GPU)
+    text = torch.randn(2, 7, unet.config.cross_attention_dim, generator=noise).to(GPU)
+    timestep = torch.tensor(900, device=GPU)
+    with torch.inference_mode():
+        made = [unet(latents[:batch], timestep, text[:batch], return_dict=False)[0] for batch in batches]
+    return [one.cpu() for one in made]
+
+
+def recorded(pipe: Any, folder: Path) -> bool:
+    settings, replays = dataclasses.replace(WAYS["blocks"], streamed_graphs=True), card().replays
+    with attached(pipe.unet, settings, device=GPU):
+        right = all(map(torch.equal, mixed(pipe.unet), PLAIN["mixed"]))
+        return right and card().replays == replays + 3
 
 
 def following(pipe: Any, folder: Path) -> bool:
@@ -187,9 +207,22 @@ def _never(*args: Any) -> None:
     return None
 
 
-def _without_room_taken(fetch: Any) -> Any:
+def _at_once(_: Any) -> Any:
+    return lambda self: contextlib.nullcontext()
+
+
+def _unjoined(recorded: Any) -> Any:
+    @contextlib.contextmanager
+    def records(self: Copier) -> Iterator[None]:
+        with exchanged(Copier, "join", _removed), recorded(self):
+            yield
+
+    return records
+
+
+def _unallocated(fetch: Any) -> Any:
     def fetches(self: DeviceBuffer, *args: Any) -> None:
-        self._room_taken = None
+        self._begun = None
         fetch(self, *args)
 
     return fetches
@@ -213,7 +246,7 @@ def _removed(_: Any) -> Any:
 BLOCKS, LAYERS, PICTURES, IN_TURNS = streamed("blocks"), streamed("layer"), pictures("layer"), pictures("component")
 WORKS = {
     "blocks": BLOCKS, "layers": LAYERS, "pictures": PICTURES, "in turns": IN_TURNS, "from a file": from_a_file,
-    "following": following, "after others": after_others, "broken": broken,
+    "recorded": recorded, "following": following, "after others": after_others, "broken": broken,
     "sent": sent, "parked elsewhere": parked_elsewhere, "cut on the host": cut_on_the_host,
     "dropped": dropped, "handed on": handed_on,
 }  # fmt: skip
@@ -224,12 +257,16 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Work, str]] = {
     "copies do not wait for the compute": (Copier, "copy", _copies_at_once, BLOCKS, "races"),
     "the compute sets no marks": (Copier, "mark", _removed, BLOCKS, "races"),
     "room is given back during copies": (Copier, "drain", _removed, PICTURES, "races"),
-    "room is filled before it is free": (DeviceBuffer, "_fetch", _without_room_taken, after_others, "races"),
+    "room is filled before it is free": (DeviceBuffer, "_fetch", _unallocated, after_others, "races"),
     "memory of a ring that follows is filled too early": (Copier, "copy", _copies_at_once, following, "races"),
+    "a recording waits for events of before it": (DeviceBuffer, "_forget_events", _removed, recorded, "wrong"),
+    "copies of a recording are not joined": (Copier, "recorded", _unjoined, recorded, "wrong"),
+    "the compute of a recording does not wait for copies": (Copier, "wait", _removed, recorded, "races"),
+    "copies do not wait for a replay": (DeviceBuffer, "replayed", _at_once, recorded, "races"),
     "the ring is refilled early": (_Ring, "copy", _refilled_early, from_a_file, "races"),
     "blocks in the same bytes know nothing of each other": (DeviceLayout, "overlapping", _alone, LAYERS, "races"),
     "blocks lie over each other": (layout, "_place_block", _half_a_kilobyte_off, BLOCKS, "wrong"),
-    "a failed run is not tidied up": (Stream, "_abandon", _removed, broken, "wrong"),
+    "a failed run is not tidied up": (Stream, "abandon", _removed, broken, "wrong"),
     "host weights stay pinned": (HostWeights, "undo", _removed, BLOCKS, "pinned"),
     "the memory of a map is given away while it leaves": (host_offload, "_wait_when_dropped", _removed, sent, "races"),
     "a map leaves before it is computed": (torch.cuda.Stream, "wait_stream", _removed, sent, "races"),

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...devices.support import support_of
-from ...errors import NoSiteError
+from ...errors import NoSiteError, SettingsError
 from ...models.anatomy import Anatomy
 from ...models.support import check_moved
 from ...patches import Change, Patch, wrap
@@ -32,6 +32,7 @@ from ...units import MIB
 from ...weights import all_tensors
 from ..offers import Offer, OfferKind, Target
 from ..pieces.vae_exact import divides
+from ..replay.streamed_graphs import check_recordable, record_stream
 from .placement import convert_in_one_buffer, place, run_on_cpu, widen_on_host
 
 
@@ -42,7 +43,7 @@ def offload(
 
     Args:
         anatomy: all its components are moved.
-        settings: ``offload`` with ``weights_mib`` and ``split_layers``, and ``decoder_device``.
+        settings: ``offload`` with ``weights_mib``, ``split_layers`` and ``streamed_graphs``, and ``decoder_device``.
         device: device that computes.
         timing: how long the denoiser's modules take; None: as many bytes as possible stay.
 
@@ -51,7 +52,8 @@ def offload(
 
     Raises:
         ConflictError: somebody else moves the weights already, or weights that cannot be streamed.
-        NoSiteError: the target has no component whose weights could wait, or no decoder for the CPU.
+        NoSiteError: the target has no component whose weights could wait, no decoder for the CPU, or streamed steps are
+            to be recorded and there are none.
     """
     components = dict(anatomy.components)
     check_moved(components)
@@ -63,6 +65,8 @@ def offload(
         yield Change(functools.partial(widen_on_host, [vae]), hook="decoder_device")
         yield from _entries(anatomy, anatomy.autoencoder, run_on_cpu, "decoder_device")
     if settings.offload in (None, "none"):
+        if settings.streamed_graphs:
+            raise NoSiteError("streamed_graphs: no weights are streamed")
         yield Change(functools.partial(place, list(components.values()), device), hook="offload")
         if anatomy.autoencoder in components and device.type == "cuda":
             vae = components[anatomy.autoencoder]
@@ -95,6 +99,24 @@ def offers(target: Target) -> Iterator[Offer]:
         yield Offer(OfferKind.INSTEAD, away, level=2 if divides(anatomy.vae) else 1, stages=("encode", "decode"))
 
 
+def checked(anatomy: Anatomy, settings: Settings, device: torch.device) -> Settings:
+    """Return ``settings`` if a plan knows the memory of all that they request.
+
+    Args:
+        anatomy, device: not read.
+        settings: as requested.
+
+    Raises:
+        SettingsError: they request recordings of streamed steps.
+    """
+    if settings.streamed_graphs:
+        raise SettingsError(
+            "streamed_graphs: no plan knows the memory of recorded steps yet: leave them out, or attach the settings "
+            "without a plan"
+        )
+    return settings
+
+
 def _entries(anatomy: Anatomy, name: str, around: Callable[..., Any], hook: str) -> Iterator[Patch]:
     yield from (wrap(anatomy.components[name], entry, around, hook) for entry in anatomy.entries[name])
 
@@ -106,6 +128,8 @@ def _stream(
     device: torch.device,
     timing: StepTiming | None,
 ) -> Iterator[Patch | Change]:
+    if settings.streamed_graphs:
+        check_recordable(anatomy, device)
     for name, component in components.items():
         if not all_tensors(component):
             raise NoSiteError(f"offload: {name} holds no weights")
@@ -120,6 +144,8 @@ def _stream(
         yield from stream.patches()
         for name in group:
             yield from _entries(anatomy, name, stream.run, "offload")
+        if settings.streamed_graphs and anatomy.denoiser in group:
+            yield from record_stream(anatomy, stream)
 
 
 def step_groups(anatomy: Anatomy, components: Mapping[str, nn.Module]) -> list[dict[str, nn.Module]]:

@@ -44,7 +44,7 @@ def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> I
     checked(anatomy, settings, device)
     if anatomy.denoiser is None or anatomy.denoiser_module is None:
         raise NoSiteError("cuda graphs: the model has no denoiser to record")
-    recordings = _Recordings(anatomy.denoiser_module)
+    recordings = Recordings(anatomy.denoiser_module)
     for name, component in anatomy.components.items():
         around = recordings.called if name == anatomy.denoiser else recordings.elsewhere
         for entry in anatomy.entries[name]:
@@ -65,12 +65,12 @@ def offers(target: Target) -> Iterator[Offer]:
         yield Offer(OfferKind.WHOLE, {"cuda_graphs": True})
 
 
-def unrecordable(anatomy: Anatomy, device: torch.device) -> str | None:
-    """Why passes cannot be recorded on ``device``; None where they can."""
+def unrecordable(anatomy: Anatomy, device: torch.device, knob: str = "cuda_graphs") -> str | None:
+    """Why ``knob`` cannot record passes on ``device``; None where it can."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"cuda_graphs are recorded on NVIDIA GPUs, and this runs on {device.type}: leave them off"
+        return f"{knob} are recorded on NVIDIA GPUs, and this runs on {device.type}: leave them off"
     if any(name.startswith("controlnet") for name in anatomy.components):
-        return "cuda_graphs cannot go with a ControlNet, which takes its turn with the denoiser: leave one of them off"
+        return f"{knob} cannot go with a ControlNet, which takes its turn with the denoiser: leave one of them off"
     return None
 
 
@@ -90,7 +90,9 @@ def checked(anatomy: Anatomy, settings: Settings, device: torch.device) -> Setti
     return settings
 
 
-class _Recordings(CapturedCalls):
+class Recordings(CapturedCalls):
+    """Recorded calls of a model, whose results are copied from the memory that they share."""
+
     knob, done = "cuda_graphs", "recorded"
     most = 4  # each has inputs of its own, while their pool is shared
 
