@@ -100,6 +100,7 @@ def anatomy(model: Any) -> Anatomy:
         return cast(Anatomy, model.anatomy)
     dissected = anatomy_of(plannable_anatomy(model))
     if kind(model) == "a1111" and getattr(devices, "fp8", False):
+        assert dissected.family.predict is not None
         predict = functools.partial(_predict_wide, dissected.family.predict)
         dissected = dataclasses.replace(dissected, family=dataclasses.replace(dissected.family, predict=predict))
     return dataclasses.replace(dissected, computes=_computes(model, dissected))
