@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,10 +86,10 @@ def stated_texts(anatomy: Anatomy) -> tuple[Tensor | list[Tensor] | None, Tensor
 def _held_in_step(anatomy: Anatomy, shape: Shape, row: Row) -> tuple[Given, ...]:
     """Tensors that a pipeline holds during a step besides the arguments: latents, as many predictions as there are
     passes and one more, and the embeddings of the negative prompt, which are no larger than the largest argument."""
-    latents = math.prod(latent_shape(anatomy, shape)) * dtype_of(anatomy, row.component).itemsize
+    latents = Given(latent_shape(anatomy, shape), dtype_of(anatomy, row.component))
     guided = shape.passes > 1 or anatomy.calls > 1
     text = max((given.bytes for given in row.tensors), default=0) if guided else 0
-    return (Given(((2 + shape.passes) * latents + text // shape.passes,), torch.uint8),)
+    return *(latents,) * (2 + shape.passes), Given((text // shape.passes,), torch.uint8)
 
 
 def _autoencoder_rows(anatomy: Anatomy, shape: Shape, encodes: bool, held: tuple[Given, ...]) -> Iterator[Row]:

@@ -106,7 +106,7 @@ def test_first_calls_are_limited_before_they_are_planned(
     def rehearse(*_: Any, **__: Any) -> None:
         raise IndexError("no values")
 
-    monkeypatch.setattr("sd_lowvram.api.rehearse", rehearse)
+    monkeypatch.setattr("sd_lowvram.api.rehearse_filled", rehearse)
     calls, left = Calls(pipe), unplanned()
     plan = sd_lowvram.optimize(pipe, call={"prompt": "a"}, **planned)
     assert plan.at_first_call and plan.settings.offload == "layer"
