@@ -298,17 +298,10 @@ class EqualCalls:
             place = next((place for place, argument in enumerate(arguments) if argument is leaf), None)
             if place is not None and isinstance(leaf, Tensor):
                 parts.append(_Argument(place))
-            elif isinstance(leaf, FakeTensor) and leaf.constant is None and self._ledger.account_of(leaf) == "device":
-                size, width = leaf.untyped_storage().nbytes(), leaf.element_size()
-                layout = Made(leaf.shape, leaf.stride(), leaf.dtype, leaf.fake_device, int(leaf.storage_offset()))
-                key = storage_key(leaf)
-                if key not in storages:
-                    fills = leaf.numel() * width == size
-                    flat = Made((size // width,), (1,), leaf.dtype, leaf.fake_device, None)
-                    storages[key] = layout._replace(offset=None) if fills else flat, leaf
-                if storages[key][0].dtype != leaf.dtype or size % width:
+            elif isinstance(leaf, FakeTensor):
+                if (view := self._view(leaf, storages)) is None:
                     return None
-                parts.append(_View([*storages].index(key), layout))
+                parts.append(view)
             elif leaf is None or isinstance(leaf, (int, float, str)):
                 parts.append(leaf)
             else:
@@ -317,6 +310,22 @@ class EqualCalls:
         moved = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
         kept = tuple(map(self._ledger.number_of, tensors))
         return _Results(tuple(made for made, _ in storages.values()), tuple(parts), structure, moved, kept)
+
+    def _view(self, leaf: FakeTensor, storages: dict[int, tuple[Made, Tensor]]) -> _View | None:
+        """Describe a result as a view of one of ``storages``, which gets its own; None if it is not on the device, or
+        its storage is of another type."""
+        if leaf.constant is not None or self._ledger.account_of(leaf) != "device":
+            return None
+        size, width = leaf.untyped_storage().nbytes(), leaf.element_size()
+        layout = Made(leaf.shape, leaf.stride(), leaf.dtype, leaf.fake_device, int(leaf.storage_offset()))
+        key = storage_key(leaf)
+        if key not in storages:
+            fills = leaf.numel() * width == size
+            flat = Made((size // width,), (1,), leaf.dtype, leaf.fake_device, None)
+            storages[key] = layout._replace(offset=None) if fills else flat, leaf
+        if storages[key][0].dtype != leaf.dtype or size % width:
+            return None
+        return _View([*storages].index(key), layout)
 
     def _repeat_call(self, call: _Call, roles: Roles, arguments: Any) -> Any:
         more = self._ledger.live_now()["device"] - call.before

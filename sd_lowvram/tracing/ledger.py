@@ -59,7 +59,7 @@ class Mark(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """What happened to the bytes between two moments of a trace.
+    """Changes of the bytes between two moments of a trace.
 
     Attributes:
         above: peaks, less the bytes at the start.
@@ -72,7 +72,7 @@ class Stretch(NamedTuple):
     allocations: Sequence[tuple[int, int]]
 
     def followed_by(self, other: Stretch) -> Stretch:
-        """This stretch and the next one as one, without allocations."""
+        """Return this stretch and the next one as one, without allocations."""
         device, weights, host, *born = self.changes
         start = device + weights, host, born[0], sum(born), 0
         above = tuple(max(peak, at + more) for peak, at, more in zip(self.above, start, other.above, strict=True))
