@@ -24,6 +24,7 @@ def end():
         raise MemoryError("injected")
     os.kill(os.getpid(), {"SIGKILL": 9, "SIGTERM": 15, "SIGINT": 2}[how])
 from diffusers import AutoencoderKL
+from torch._subclasses import FakeTensor
 from sd_lowvram.saved_latents.keeping import Keeper
 after, decode = Keeper.record_step, AutoencoderKL.decode
 def ending(self, done, values):
@@ -34,10 +35,10 @@ def ending(self, done, values):
         end()
     return values
 Keeper.record_step = ending
-def ending_decode(*args, **kwargs):
-    if step == 0:
+def ending_decode(self, *args, **kwargs):
+    if step == 0 and not any(isinstance(weight, FakeTensor) for weight in self.parameters()):  # planned before
         end()
-    return decode(*args, **kwargs)
+    return decode(self, *args, **kwargs)
 AutoencoderKL.decode = ending_decode
 from sd_lowvram.__main__ import main
 main()
