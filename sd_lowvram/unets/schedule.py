@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..api import Size, attach_plan
+from ..api import Size, anatomy_for_call, attach_plan
 from ..errors import BadInputError, BudgetError
 from ..knob import Act
 from ..patches import set_patch, wrap
@@ -100,7 +100,8 @@ def scheduled(
         turns = []
         for (unet, steps), request in zip(parts, requests, strict=True):
             pipe.register_modules(unet=unet)
-            turns.append(_Turn(unet, steps, make_plan(anatomy_of(pipe), request, fixed, approximate)))
+            planned = make_plan(anatomy_of(pipe, rehearsal=request.rehearsal), request, fixed, approximate)
+            turns.append(_Turn(unet, steps, planned))
         plan = merge_plans([turn.plan for turn in turns], [_waiting(unet, parts) for unet, _ in parts])
         if any(unet is not own for unet, _ in parts):
             plan = dataclasses.replace(plan, fidelity=Fidelity.APPROXIMATE)
@@ -186,7 +187,7 @@ def _request(
                 needed_bytes=waiting, stage="denoise", limit="ram", by_size=False,
             )  # fmt: skip
     run = {**run, "vram": None if vram is None else parse_size(vram, "vram"), "ram": left, "steps": steps}
-    return request_for(anatomy_of(pipe), **run)
+    return request_for(anatomy_for_call(pipe, None, run, guided=True, call=None), **run)
 
 
 def _waiting(unet: Any, parts: Sequence[Part]) -> int:

@@ -44,7 +44,7 @@ def test_users_are_told_what_the_comparison_certifies(policy: str, tmp_path: Pat
     )
     told = next(one for one in ROWS[policy]["times"] if (one["height"], one["width"]) == (384, 640))
     answer = json.loads(process.stdout)
-    assert answer["predicted"]["seconds"] == pytest.approx(told["predicted"], abs=0.001)
+    assert answer["predicted"]["seconds"] == pytest.approx(told["predicted"], rel=0.005)
     assert "fitted" in answer["rates"] and "not measured" in answer["rates"]
 
 
