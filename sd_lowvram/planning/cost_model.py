@@ -455,7 +455,7 @@ class Pricing:
     @functools.cached_property
     def _rounding_waste(self) -> int:
         """Rounding waste: each of these maps may pin a segment of its own, and so may the pictures of a ControlNet,
-        which are there before the steps begin: SD1.5 at 768x512 needed between 616 and 624 MiB, of 616 without it."""
+        which are there before the steps begin: SD1.5 at 768x512 repeated a call in the 616 MiB planned without it."""
         pictures = PAGE if self._maps_bytes[0] else 0
         return pictures + sum(segment(size) - size for size in self._maps_bytes if size > SMALL) if self.on_gpu else 0
 

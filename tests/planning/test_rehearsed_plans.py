@@ -394,5 +394,5 @@ def test_families_state_what_a_rehearsal_records(kind: str) -> None:
 
 
 def shapes(row: Row) -> set[tuple[int, ...]]:
-    """Of all tensors but those of one number for each row."""
+    """Shapes of all tensors except those of one number for each row."""
     return {given.shape for given in row.tensors if len(given.shape) > 1}

@@ -38,7 +38,7 @@ def wanted(pipe: Any) -> Tensor:
     [("eager", "blocks"), *((late, way) for late in LATE for way in ("blocks", "halves", "layer", "layers split"))],
 )
 def test_replayed_steps_have_the_same_bits(gpu: Any, pipe: Any, schedule: str, way: str) -> None:
-    """In two pictures: other models evict the UNet between them, and it is recorded anew."""
+    """The UNet is recorded anew in a second picture, as other models evict it between the two."""
     settings = WAYS[way]
     with attached(pipe, settings, device=GPU):
         picture = run(pipe, {}, STEPS)

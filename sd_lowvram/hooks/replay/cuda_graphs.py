@@ -66,7 +66,7 @@ def offers(target: Target) -> Iterator[Offer]:
 
 
 def unrecordable(anatomy: Anatomy, device: torch.device, knob: str = "cuda_graphs") -> str | None:
-    """Why ``knob`` cannot record passes on ``device``; None where it can."""
+    """Return the reason why ``knob`` cannot record passes on ``device``; None where it can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"{knob} are recorded on NVIDIA GPUs, and this runs on {device.type}: leave them off"
     if any(name.startswith("controlnet") for name in anatomy.components):
