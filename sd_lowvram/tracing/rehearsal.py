@@ -305,7 +305,9 @@ class _Copy:
             return original(*args, **kwargs)
         self._end_call()
         dtype = _dtype_of(self._models[name])
-        row = row_of(name, path, method, dtype, args, kwargs, (name, path, method) in self._reading)
+        reads = (name, path, method) in self._reading
+        with without_modes():  # the contents that a row records are no tensors of the pipeline
+            row = row_of(name, path, method, dtype, args, kwargs, reads)
         if row.key not in self._results:
             try:
                 self._results[row.key] = self._trace_call(row, original, args, kwargs)
@@ -313,7 +315,8 @@ class _Copy:
                 if row.reads or not reads_values(error):
                     raise
                 self._reading.add((name, path, method))
-                row = row_of(name, path, method, dtype, args, kwargs, reads=True)
+                with without_modes():
+                    row = row_of(name, path, method, dtype, args, kwargs, reads=True)
                 self._results[row.key] = self._trace_call(row, original, args, kwargs)
         given = {self._ledger.key(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
         held = self._ledger.alive(given)

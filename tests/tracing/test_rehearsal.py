@@ -142,6 +142,15 @@ def test_the_record_has_what_the_pipeline_holds() -> None:
     assert rows["vae"].size == (512, 512) and record.size == (512, 512)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_steps_hold_no_more_than_their_times(kind: str) -> None:
+    make, call_of = KINDS[kind]
+    pipe = make()
+    few, many = (rehearse(pipe, **call_of(pipe), num_inference_steps=steps) for steps in (5, 10))
+    held = [max(row.held_bytes for row in record.rows) for record in (few, many)]
+    assert held[0] <= held[1] <= held[0] + 5 * 16  # a time and a noise level for each
+
+
 def test_a_film_takes_no_memory() -> None:
     record = rehearse(TwoExperts(8), prompt="a", height=8192, width=8192, num_inference_steps=2)
     decode = record.rows[-1]
