@@ -42,7 +42,8 @@ def begin_stage(device: torch.device, steps_of: object | None = None, segment_by
     """Free unused segments, but not between two steps of one run, each of which would allocate them anew.
 
     Where the allocator had to free segments within a step, those that are left are too scattered, and the next step
-    begins without. After two such steps, later ones share one segment; if it is not enough, each begins without.
+    begins without; what it allocates serves the steps after it. After two such steps, later ones share one segment; if
+    it is not enough, each begins without.
 
     Args:
         device: a GPU. Call this in one thread at a time for a device.
@@ -59,7 +60,7 @@ def begin_stage(device: torch.device, steps_of: object | None = None, segment_by
         short = known is not None and retries > known.retries
         freed = short + (known.freed if known is not None else 0)
         _stepping[device] = _Steps(weakref.ref(steps_of), retries, freed)
-        if known is not None and not short and freed in (0, _JOINED):
+        if known is not None and not short and freed <= _JOINED:
             return
     cached = _small_bytes(device)
     torch.cuda.empty_cache()

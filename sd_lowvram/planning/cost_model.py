@@ -271,7 +271,7 @@ class Pricing:
             unlocked_bytes=unlocked,
             disk_bytes=step.disk_bytes * self.request.calls if step else 0,
             disk_wait=step.disk_wait * self.request.calls if step else 0.0,
-            segment_bytes=0 if step or recorded else self._segment_bytes(stage, figures),
+            segment_bytes=0 if step else self._segment_bytes(stage, figures),
         )
 
     def _price_on_processor(self, case: Case, placed: Placed, choice: Choice) -> StagePlan:
