@@ -75,13 +75,17 @@ def calibrate_machine() -> dict[str, Any]:
 
 
 def _rates(device: Any) -> dict[str, Any]:
-    import contextlib
+    from ..devices.this_machine import rates_of, remember_rates
 
-    from ..devices.this_machine import rates_of
+    if importlib.util.find_spec("diffusers") is None:
+        return asdict(rates_of(device, recalibrate=True))
+    import diffusers  # noqa: F401  # whose own time in each operator counts too
 
-    with contextlib.suppress(ImportError):
-        import diffusers  # noqa: F401  # whose own time in each operator counts too
-    return asdict(rates_of(device, recalibrate=True))
+    from ..planning.host_time import with_host_time
+
+    rates = with_host_time(rates_of(device, recalibrate=True), device)
+    remember_rates(device, rates)
+    return asdict(rates)
 
 
 def _overhead(device: Any) -> dict[str, Any] | None:

@@ -96,7 +96,18 @@ def print_result(result: dict[str, Any], as_json: bool, quiet: bool) -> None:
     if "plan" in result:
         print(_peak(result))
     seconds = result["seconds"]
-    print(f"time {format_time(seconds['run'])}, and {format_time(seconds['load'])} to load the model")
+    print(
+        f"time {format_time(seconds['run'])}{_planned_time(result)}, and {format_time(seconds['load'])} to load the model"
+    )
+
+
+def _planned_time(result: dict[str, Any]) -> str:
+    """The planned time, in brackets; on a GPU it is that of a picture after the first, which this one is."""
+    predicted = result.get("plan", {}).get("predicted")
+    if predicted is None:
+        return ""
+    later = "" if result["plan"]["request"]["device"] == "cpu" else " for a picture after the first"
+    return f" (planned: {format_time(predicted['seconds'])}{later})"
 
 
 def _peak(result: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from ..compat.private import TorchDispatchMode, free_matrix_workspaces, take_mat
 from ..weights import draw_weights
 from .info import context_memory
 from .overhead import Overhead
-from .performance import AMPERE, THIS, Rates
+from .performance import AMPERE, LAYER_ON_CPU, THIS, Rates
 
 _ROUNDS, _QUEUED = 3, 8
 _DISTURBED = 0.15
@@ -80,6 +80,7 @@ def calibrate(device: torch.device) -> Rates:
             reordering=reordering,
             bf16=device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE,
             group_seconds=0.0 if on_cpu else _group_seconds(device, bandwidth),
+            layer_launches=LAYER_ON_CPU if on_cpu else Rates.layer_launches,
         )
     return dataclasses.replace(rates, source=_source(shared()))
 
@@ -120,7 +121,7 @@ def _title(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"this {device.type.upper()}"
 
 
-def _seconds(run: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:
+def fastest_seconds(run: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:
     """The fastest of several runs of ``run``, warmed up; on a card each is the mean of some that follow each other.
 
     A single one measures the time to launch work on a fast GPU: 203 TFLOP/s and 30 GB/s of copies were found on an
@@ -168,7 +169,7 @@ def _wide_rate(device: torch.device) -> float:
 
 
 def _rate(run: Callable[[], object], flops: int, _weight: int, device: torch.device) -> float:
-    return flops / _seconds(run, device)
+    return flops / fastest_seconds(run, device)
 
 
 _Layer = tuple[Callable[[], object], int, int]
@@ -217,14 +218,14 @@ def _packing_rate(device: torch.device, flops_a_second: float) -> float:
         _convolution(1280, 4, device, torch.float32),
         _linear(128, 1280, 10240, device, torch.float32),
     )
-    seconds = sum(max(0.0, _seconds(run, device, 2) - flops / flops_a_second) for run, flops, _ in layers)
+    seconds = sum(max(0.0, fastest_seconds(run, device, 2) - flops / flops_a_second) for run, flops, _ in layers)
     weights = sum(weight for _, _, weight in layers)
     return weights / max(seconds, weights / 1e12)
 
 
 def _addition_rate(device: torch.device) -> float:
     data = torch.zeros(1 << 24, device=device)
-    return 2 * data.nbytes / _seconds(lambda: data.add_(1.0), device)
+    return 2 * data.nbytes / fastest_seconds(lambda: data.add_(1.0), device)
 
 
 def _group_seconds(device: torch.device, bandwidth: float) -> float:
@@ -234,7 +235,7 @@ def _group_seconds(device: torch.device, bandwidth: float) -> float:
     """
     groups = 32
     data = torch.zeros(1, 128, 512, 512, device=device, dtype=torch.float16)
-    seconds = _seconds(lambda: functional.group_norm(data, groups), device)
+    seconds = fastest_seconds(lambda: functional.group_norm(data, groups), device)
     return max(0.0, seconds - 2 * data.nbytes / bandwidth) / (data.numel() // groups)
 
 
@@ -242,7 +243,7 @@ def copy_rate(device: torch.device) -> float:
     """Bytes a second from pinned host memory."""
     host = torch.zeros(1 << 24, pin_memory=device.type == "cuda")
     target = torch.empty(1 << 24, device=device)
-    return host.nbytes / _seconds(lambda: target.copy_(host, non_blocking=True), device)
+    return host.nbytes / fastest_seconds(lambda: target.copy_(host, non_blocking=True), device)
 
 
 def reading_rates(device: torch.device) -> tuple[float, float]:
@@ -263,15 +264,15 @@ def _copy_rate(kernels: Tensor, device: torch.device) -> float:
     """Bytes a second of ``kernels`` into a chunk that is as contiguous as the ring, piece by piece."""
     pieces = kernels.chunk(8)
     chunk = torch.empty_like(pieces[0], memory_format=torch.contiguous_format, pin_memory=device.type == "cuda")
-    return kernels.nbytes / _seconds(lambda: [chunk.copy_(piece) for piece in pieces], device)
+    return kernels.nbytes / fastest_seconds(lambda: [chunk.copy_(piece) for piece in pieces], device)
 
 
 def _operator_seconds(device: torch.device, flops_a_second: float) -> float:
     """Seconds that an operator costs in addition to its work, in this program."""
     from torch.utils.flop_counter import FlopCounterMode  # which imports triton, where that is installed
 
-    model, inputs = _narrow_unet(device) if "diffusers" in sys.modules else _plain_layers(device)
-    seconds = _seconds(lambda: model(*inputs), device)
+    model, inputs = narrow_unet(device) if "diffusers" in sys.modules else _plain_layers(device)
+    seconds = fastest_seconds(lambda: model(*inputs), device)
     with torch.inference_mode(False), torch.no_grad(), Operators() as counted, FlopCounterMode(display=False) as work:
         model(*inputs)
     flops: int = work.get_total_flops()
@@ -292,7 +293,8 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _narrow_unet(device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:
+def narrow_unet(device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:
+    """A UNet of SD1.5's levels whose layers are too narrow to take time, and inputs for two rows."""
     from diffusers import UNet2DConditionModel
 
     with torch.inference_mode(False):

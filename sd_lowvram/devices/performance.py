@@ -82,8 +82,11 @@ class Rates:
         bf16: whether it multiplies bf16; NVIDIA's cards before Ampere do not, and compute it in float32.
         group_seconds: seconds in which torch's GroupNorm reads an element of one of its groups, beyond the time of its
             bytes: a group has one thread block, however fast the memory is. 0: not measured.
+        layer_launches: host time of the streaming engine at each call of a layer, in launches.
         strip_launches: host time of an operator in the strips of an exact decode, in launches. No module is called for
             it.
+        replay_launches: host time while a recorded pass runs, in launches for each module of the model, which are
+            looked through.
     """
 
     name: str
@@ -103,7 +106,9 @@ class Rates:
     wide_flops: float = 0.0
     bf16: bool = True
     group_seconds: float = 0.0
+    layer_launches: float = 2.2
     strip_launches: float = 1.0
+    replay_launches: float = 0.22
 
     def seconds(self, cost: Run, element_size: int, launched: float | None = None) -> float:
         """Time of one run of a stage whose arithmetic is in elements of ``element_size`` bytes.
@@ -166,6 +171,10 @@ SD1.5 at 512x512, 28.6 ms, and of FLUX.1-dev at 1024x1024, 180 to 188 ms, with a
 
 _H100_GROUP = (1.02e-3 - 128 * MIB / 2728e9) / 2**20
 """Seconds an element of a group: torch's GroupNorm of 128 channels, 512x512, 32 groups in fp16 took 1.02 ms there."""
+LAYER_ON_CPU = 1.1
+"""``layer_launches`` of a CPU: of a narrow UNet with halves of its layers. The default is the median of four streamed
+steps of SD1.5 on an H100 (1.9 to 3.9); that of ``replay_launches`` is fitted to 6.2 ms of a step at 512x512 there."""
+
 _H100_STRIP = 0.74
 """Launches of an operator in strips, between those of two decodes: SDXL's at 1024x1024 in fp16 (23,655 operators in 826
 ms: 0.89) and SD1.5's at 2048x2048 (130,347 in 3,197 ms: 0.62). Calibration there measured 0.71 for an operator."""

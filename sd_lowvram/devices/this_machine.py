@@ -30,6 +30,10 @@ def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
     return rates
 
 
+def remember_rates(device: torch.device, rates: Rates) -> None:
+    remember(place_of_measurement("rates", device), rates)
+
+
 def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
     """Overhead of ``device``, a GPU, as ``doctor --calibrate`` measured it here, else the default."""
     where = place_of_measurement("overhead", device)

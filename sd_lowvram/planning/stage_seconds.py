@@ -14,11 +14,6 @@ from ..streaming.simulator import CopyQueue
 from ..tracing.tracer import Figures
 from .stage_costs import Step
 
-_REPLAY_LAUNCHES = 0.22
-"""Host time while a recorded pass runs, in launches for each module of the model, which are looked through.
-
-Fitted to 6.2 ms of a step of SD1.5 at 512x512 on an H100."""
-
 
 @dataclass(frozen=True)
 class Work:
@@ -77,7 +72,7 @@ def call_seconds(work: Work, rates: Rates) -> float:
     figures, size = work.figures, work.element_bytes
     launched = figures.operators * (rates.strip_launches if work.in_strips else 1.0)
     seconds = rates.seconds(figures, size, 1 if work.replayed_modules else launched)
-    seconds = max(seconds, _REPLAY_LAUNCHES * work.replayed_modules * rates.launch_seconds)
+    seconds = max(seconds, rates.replay_launches * work.replayed_modules * rates.launch_seconds)
     if work.skipped and figures.spans:
         spans = list(zip(figures.spans, rates.shares(figures.spans, size), strict=True))
         deep = tuple(f"{path}." for path in work.skipped)

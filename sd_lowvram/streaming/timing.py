@@ -73,11 +73,6 @@ class StepTiming:
         return replace(self, spans=(*self.spans, *other.spans), maps=maps)
 
 
-LAYER_LAUNCHES, LAYER_LAUNCHES_ON_CPU = 2.2, 1.1
-"""Host time of the engine at each call of a layer, in operators: the median of four streamed steps of SD1.5 on an H100
-(1.9 to 3.9), and on a narrow UNet on a CPU, with halves."""
-
-
 def timing_of(
     component: str,
     model: nn.Module,
@@ -100,7 +95,7 @@ def timing_of(
     """
     layers = layers_with_weights(model)
     if layer is None:
-        layer = LAYER_LAUNCHES if rates.queued else LAYER_LAUNCHES_ON_CPU
+        layer = rates.layer_launches
     launched = [span.operators + (layer if span.path in layers else 0.0) for span in spans]
     seconds = rates.shares(spans, size, launched)
     return StepTiming(

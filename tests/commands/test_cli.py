@@ -18,6 +18,7 @@ from command_line import ENVIRONMENT, LIGHT, MAIN, call, command
 from PIL import Image
 
 from sd_lowvram import doors
+from sd_lowvram.commands import generate
 from sd_lowvram.commands.knobs import command_line_knobs
 from sd_lowvram.policies import POLICIES
 from sd_lowvram.settings import knobs
@@ -207,9 +208,16 @@ def test_generate_ends_with_file_peak_and_time_and_the_demo_model_says_its_size(
     assert done.exit_code == 0, done.stderr
     file, peak, seconds = done.stdout.strip().splitlines()[-3:]
     assert file == "a.png" and re.fullmatch(r"[\d.]+ MiB allocated of 1 GiB, as planned", peak)
-    assert re.fullmatch(r"time .* s, and .* s to load the model", seconds)
+    assert re.fullmatch(r"time .* s \(planned: .* s\), and .* s to load the model", seconds)
     assert (done.stdout + done.stderr).count("allocated") == 1
     assert re.search("128x128.*64x64", done.stderr)
+
+
+def test_the_time_of_a_later_picture_is_not_reported_as_that_of_the_first() -> None:
+    for device, printed in (("cuda", "(planned: 4.0 s for a picture after the first)"), ("cpu", "(planned: 4.0 s)")):
+        plan = {"predicted": {"seconds": 4.0}, "request": {"device": device}}
+        assert generate._planned_time({"plan": plan}) == f" {printed}"
+    assert generate._planned_time({}) == generate._planned_time({"plan": {"predicted": None}}) == ""
 
 
 def test_make_asks_the_demo_model_for_the_size_it_knows():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from sd_lowvram.commands import examination
 from sd_lowvram.devices import calibration, this_machine
 from sd_lowvram.devices.overhead import Overhead
 from sd_lowvram.devices.performance import PROFILES, Rates, profile
@@ -43,7 +44,8 @@ def test_calibration_measures_something_of_everything() -> None:
 
 def test_group_norms_time_beyond_its_bytes_is_that_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     elements = 128 * 512 * 512
-    monkeypatch.setattr(calibration, "_seconds", lambda run, device: (run().sum(), 4 * elements / 1e12 + 1e-3)[1])
+    seconds = 4 * elements / 1e12 + 1e-3
+    monkeypatch.setattr(calibration, "fastest_seconds", lambda run, device: (run().sum(), seconds)[1])
     assert calibration._group_seconds(CPU, 1e12) == pytest.approx(1e-3 / (elements / 32))
     assert calibration._group_seconds(CPU, 1e9) == 0.0
 
@@ -205,6 +207,19 @@ def test_an_operator_of_strips_takes_less_host_time_where_it_was_measured() -> N
     whole, strips = (call_seconds(Work(decode, 2, in_strips), card) for in_strips in (False, True))
     assert whole == pytest.approx(10_000 * card.launch_seconds, rel=1e-3)
     assert strips == pytest.approx(card.strip_launches * whole, rel=1e-3) and strips < whole
+
+
+def test_a_replay_takes_the_time_of_looking_through_its_modules_where_that_is_longer() -> None:
+    figures = dataclasses.replace(NOTHING, operators=1000)
+    card = dataclasses.replace(PROFILES["t4"], replay_launches=0.5)
+    seconds = call_seconds(Work(figures, 2, replayed_modules=300), card)
+    assert seconds == pytest.approx(150 * card.launch_seconds)
+
+
+def test_calibration_measures_the_host_time_of_our_engine(cache: Any) -> None:
+    measured = examination.MEASURED["rates"](CPU)
+    assert measured is not None and 0 <= measured["layer_launches"] < 100
+    assert rates_of(CPU).layer_launches == measured["layer_launches"]
 
 
 def test_copies_of_maps_hide_behind_launches() -> None:

@@ -237,7 +237,7 @@ def test_segments_are_freed_between_stages_and_not_between_steps_of_a_run(gpu: A
         assert cached_after_next(run) == 200 * MIB
         torch.cuda.set_per_process_memory_fraction((held + 251 * MIB) / total)
         assert cached_after_next(run, 250) == 0  # for which the allocator gave back the other
-        assert [cached_after_next(run) for _ in range(2)] == [200 * MIB] * 2  # the step found enough, and so does the next
+        assert [cached_after_next(run) for _ in range(2)] == [200 * MIB] * 2  # as a step finds enough
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         gpu.kernels.forget()  # workspaces, in whose segments tensors of other tests would lie

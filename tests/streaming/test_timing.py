@@ -9,7 +9,7 @@ from torch import nn
 
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.streaming.simulator import CopyQueue
-from sd_lowvram.streaming.timing import LAYER_LAUNCHES, LAYER_LAUNCHES_ON_CPU, ModuleSpan, timing_of
+from sd_lowvram.streaming.timing import ModuleSpan, timing_of
 
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
 SPANS = [ModuleSpan(str(number), operators=1) for number in range(3)]
@@ -22,8 +22,7 @@ def test_layers_take_the_engine_time_and_others_none(queued: bool) -> None:
     first, between, last = (seconds for _, seconds in timing.spans)
     assert [path for path, _ in timing.spans] == ["unet.0", "unet.1", "unet.2"]
     assert between == pytest.approx(rates.launch_seconds)
-    layer = LAYER_LAUNCHES if queued else LAYER_LAUNCHES_ON_CPU
-    assert first == last == pytest.approx((1 + layer) * rates.launch_seconds)
+    assert first == last == pytest.approx((1 + rates.layer_launches) * rates.launch_seconds)
 
 
 def test_work_hides_the_program() -> None:

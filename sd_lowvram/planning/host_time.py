@@ -1,0 +1,88 @@
+"""Host time of our own hooks on the machine at hand, in launches, measured on narrow models, where it is the most."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..devices.calibration import Operators, fastest_seconds, narrow_unet
+from ..devices.performance import Rates
+from ..hooks.replay.cuda_graphs import unrecordable
+from ..progress import capture_events
+from ..session import anatomy_of, attached
+from ..settings import Settings
+from ..streaming.timing import layers_with_weights
+from ..weights import draw_weights
+
+_STREAMED = Settings(offload="blocks", weights_mib=1)
+_RECORDED = Settings(cuda_graphs=True)
+_STRIPS = Settings(vae_tiles="exact", vae_strip_mib=4)
+_ROUNDS = 5
+
+
+def with_host_time(rates: Rates, device: torch.device) -> Rates:
+    """Return ``rates`` with the host time of our hooks on ``device``: of layers, and on a GPU of strips and replays.
+
+    Args:
+        rates: as they were measured on ``device``. Some seconds are taken.
+
+    Returns:
+        Other rates; what does not run on ``device`` stays.
+    """
+    unet, inputs = narrow_unet(device)
+    call = functools.partial(unet, *inputs, return_dict=False)
+    with torch.inference_mode():
+        plain = fastest_seconds(call, device)
+        with attached(unet, _STREAMED, device=device):
+            streamed = fastest_seconds(call, device)
+        layer = max(0.0, streamed - plain) / len(layers_with_weights(unet))
+        rates = replace(rates, layer_launches=layer / rates.launch_seconds)
+        if device.type == "cpu":
+            return rates
+        rates = replace(rates, strip_launches=_strip_seconds(device) / rates.launch_seconds)
+        replay = _replay_seconds(unet, call, device)
+    return rates if replay is None else replace(rates, replay_launches=replay / rates.launch_seconds)
+
+
+def _strip_seconds(device: torch.device) -> float:
+    """Seconds of an operator in a decode of 512x512 in strips of 4 MiB."""
+    from diffusers import AutoencoderKL
+
+    with torch.inference_mode(False):
+        with torch.device("meta"):
+            empty = AutoencoderKL(
+                down_block_types=("DownEncoderBlock2D",) * 4,
+                up_block_types=("UpDecoderBlock2D",) * 4,
+                block_out_channels=(32,) * 4,
+                norm_num_groups=8,
+            )
+        vae: Any = draw_weights(empty, device).requires_grad_(False)
+    call = functools.partial(vae.decode, torch.zeros(1, 4, 64, 64, device=device), return_dict=False)
+    with attached(vae, _STRIPS, device=device):
+        seconds = fastest_seconds(call, device, 1)
+        with torch.inference_mode(False), torch.no_grad(), Operators() as counted:
+            call()
+    return float(seconds / counted.number)
+
+
+def _replay_seconds(unet: Any, call: Callable[[], object], device: torch.device) -> float | None:
+    """Seconds until a replayed pass returns, for each module of ``unet``; None where nothing is recorded."""
+    if unrecordable(anatomy_of(unet), device) is not None:
+        return None
+    heard_of: list[str] = []
+    with attached(unet, _RECORDED, device=device), capture_events(heard_of.append):
+        for _ in range(2):  # a pass is recorded when it is repeated
+            call()
+        best = float("inf")
+        for _ in range(_ROUNDS):
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            call()
+            best = min(best, time.perf_counter() - start)
+    refused = any(sentence.startswith("cuda_graphs: ") for sentence in heard_of)
+    return None if refused else best / sum(1 for _ in unet.modules())
