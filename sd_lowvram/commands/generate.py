@@ -95,10 +95,8 @@ def print_result(result: dict[str, Any], as_json: bool, quiet: bool) -> None:
         return
     if "plan" in result:
         print(_peak(result))
-    seconds = result["seconds"]
-    print(
-        f"time {format_time(seconds['run'])}{_planned_time(result)}, and {format_time(seconds['load'])} to load the model"
-    )
+    run, load = (format_time(result["seconds"][part]) for part in ("run", "load"))
+    print(f"time {run}{_planned_time(result)}, and {load} to load the model")
 
 
 def _planned_time(result: dict[str, Any]) -> str:
