@@ -34,6 +34,8 @@ def with_host_time(rates: Rates, device: torch.device) -> Rates:
     Returns:
         Other rates; what does not run on ``device`` stays.
     """
+    if device.type not in ("cpu", "cuda") or not rates.launch_seconds:
+        return rates
     unet, inputs = narrow_unet(device)
     call = functools.partial(unet, *inputs, return_dict=False)
     with torch.inference_mode():
