@@ -160,12 +160,18 @@ def test_a_graph_computes_anew_and_allocates_nothing(gpu: Any) -> None:
             assert torch.equal(result, layers(picture.to(GPU)).cpu())
 
 
+def other_than(stream: torch.cuda.Stream, streams: tuple[torch.cuda.Stream, ...]) -> torch.cuda.Stream:
+    """One of ``streams`` that is not ``stream``: torch gives 32 in turn, and a new one may be that of the capture."""
+    return next(other for other in streams if other != stream)
+
+
 def branched(weights: torch.Tensor, held: torch.Tensor, waits: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """Multiply by weights that another stream of the capture copies: right if the product ``waits`` for them."""
-    copies = torch.cuda.Stream()
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
 
     def multiply(given: torch.Tensor) -> torch.Tensor:
         home = torch.cuda.current_stream()
+        copies = other_than(home, streams)
         copies.wait_stream(home)
         with torch.cuda.stream(copies):
             weights.copy_(held, non_blocking=True)
@@ -194,10 +200,12 @@ def test_a_graph_keeps_the_streams_that_it_was_captured_from(gpu: Any, schedule:
 
 
 def test_a_capture_refuses_work_that_nothing_waits_for(gpu: Any) -> None:
-    copies, given = torch.cuda.Stream(), torch.ones(4, device=GPU)
+    streams, given = (torch.cuda.Stream(), torch.cuda.Stream()), torch.ones(4, device=GPU)
 
     def forks(given: torch.Tensor) -> torch.Tensor:
-        copies.wait_stream(torch.cuda.current_stream())
+        capturing = torch.cuda.current_stream()
+        copies = other_than(capturing, streams)
+        copies.wait_stream(capturing)
         with torch.cuda.stream(copies):
             return given + 1
 
