@@ -11,6 +11,7 @@ import functools
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,6 +53,18 @@ def without_cycles(gpu: Any) -> None:
 
     if torch.cuda.memory_allocated():
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def on_the_same_stream(gpu: Any) -> Iterator[None]:
+    """Fail a test after which another stream than before is current: nothing of ours may leave one behind."""
+    import torch
+
+    before = torch.cuda.current_stream()
+    yield
+    after = torch.cuda.current_stream()
+    torch.cuda.set_stream(before)
+    assert after == before, f"{after} is left current"
 
 
 @functools.cache

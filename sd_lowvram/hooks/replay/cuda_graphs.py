@@ -140,8 +140,10 @@ class Recordings(CapturedCalls):
         graph = torch.cuda.CUDAGraph()
         had_cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a replay would read casts of weights that autocast has freed
+        current = torch.cuda.stream(torch.cuda.current_stream())  # torch does not return to it from a failed capture
+        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
         try:
-            with recording(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with recording(), current, capture:
                 results, spec = tree_flatten(call.run(leaves))
         finally:
             torch.set_autocast_cache_enabled(had_cache)
