@@ -12,7 +12,7 @@ from torch import nn
 
 from ..sd_lowvram.errors import BudgetError
 from ..sd_lowvram.models.anatomy import Anatomy
-from ..sd_lowvram.planning.plan import Plan, StagePlan
+from ..sd_lowvram.planning.plan import Plan, StagePlan, most_kept
 from ..sd_lowvram.planning.request import Request
 from ..sd_lowvram.planning.search import make_plan
 from ..sd_lowvram.settings import Settings
@@ -148,6 +148,7 @@ def _loaded_plan(plan: Plan, loading: Loading, weights: int, layer: int) -> Plan
         **{name: getattr(worst, name) for name in same},
         seconds=sum(stage.seconds for stage in stages),
         stage=worst.name,
+        kept_bytes=most_kept(stages),
     )
     fits = worst.reserved_bytes + predicted.overhead_bytes <= plan.request.vram
     return dataclasses.replace(plan, stages=stages, predicted=predicted, fits=fits)

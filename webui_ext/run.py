@@ -117,8 +117,8 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
         return plan_for(model, chosen, picture)
     plan = _add_reasons(model, plan, anatomy, chosen)
     predicted = plan.predicted
-    peak, reserved = predicted.peak_bytes + other_bytes, predicted.reserved_bytes + other_bytes
-    predicted = dataclasses.replace(predicted, peak_bytes=peak, reserved_bytes=reserved)
+    figures = ("peak_bytes", "reserved_bytes", "kept_bytes")
+    predicted = dataclasses.replace(predicted, **{name: getattr(predicted, name) + other_bytes for name in figures})
     return dataclasses.replace(plan, request=dataclasses.replace(request, vram=vram), predicted=predicted)
 
 

@@ -187,6 +187,7 @@ class Pricing:
             seconds=planned.seconds + self._times(stage) * again,
             slowdown=planned.slowdown * (1 + (again / step.seconds if step else 0.0)),
             segment_bytes=self._segment_bytes(stage, whole, stays),
+            cached_bytes=whole.kept_bytes - whole.reserved_bytes,
         )
 
     def stage(self, settings: Settings, stage: Stage, choice: Choice, base: Settings) -> StagePlan:
@@ -237,6 +238,7 @@ class Pricing:
         if place is processor_only:
             return self._price_on_processor(case, placed, choice)
         recorded = self._is_recorded(case.acts, stage)
+        reserved = figures.recorded_bytes if recorded else placed.reserved
         parked = figures.host_peak_bytes
         held = HostResidentWeights(placed.waiting, placed.waiting)
         if placed.order:
@@ -250,7 +252,7 @@ class Pricing:
             name=stage.name,
             component=stage.component,
             peak_bytes=figures.activation_bytes + placed.weights_bytes + placed.widened,
-            reserved_bytes=(figures.recorded_bytes if recorded else placed.reserved)
+            reserved_bytes=reserved
             + placed.widened
             + self._held_bytes(stage)
             + self._buffers(placed.buffer, *placed.beside)
@@ -272,6 +274,7 @@ class Pricing:
             disk_bytes=step.disk_bytes * self.request.calls if step else 0,
             disk_wait=step.disk_wait * self.request.calls if step else 0.0,
             segment_bytes=0 if step else self._segment_bytes(stage, figures),
+            cached_bytes=max(0, figures.kept_bytes - reserved),
         )
 
     def _price_on_processor(self, case: Case, placed: Placed, choice: Choice) -> StagePlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ class Predicted:
     Attributes:
         peak_bytes: tensors on the device, weights included.
         reserved_bytes: what torch's allocator reserves for these tensors and the libraries' workspaces, in segments.
+        kept_bytes: what it reserves at most if a larger budget leaves room for segments that it would have to free.
         overhead_bytes: memory of the driver's context, in addition.
         weights_bytes, activation_bytes: on the device in the stage with the peak.
         host_bytes: weights and maps that wait in host memory.
@@ -31,6 +33,7 @@ class Predicted:
 
     peak_bytes: int
     reserved_bytes: int
+    kept_bytes: int
     overhead_bytes: int
     weights_bytes: int
     activation_bytes: int
@@ -67,6 +70,7 @@ class StagePlan:
         disk_wait: the seconds that a step waits for these reads.
         at_first_call: True if the stage is planned when it is called first; until then only weights are counted.
         segment_bytes: one segment for all tensors over 1 MiB that are made in a step; 0 if several need less.
+        cached_bytes: unused segments that the allocator keeps in addition where the budget leaves room for them.
     """
 
     name: str
@@ -90,6 +94,7 @@ class StagePlan:
     disk_wait: float = 0.0
     at_first_call: bool = False
     segment_bytes: int = 0
+    cached_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; None for each figure of a stage that is planned at its first call."""
@@ -98,6 +103,11 @@ class StagePlan:
             figures = (name for name, value in plain.items() if type(value) in (int, float))
             plain |= dict.fromkeys(figures)
         return plain
+
+
+def most_kept(stages: Iterable[StagePlan]) -> int:
+    """Return the most bytes that torch's allocator reserves in one of ``stages`` if it frees no segment meanwhile."""
+    return max(stage.reserved_bytes + stage.cached_bytes for stage in stages)
 
 
 @dataclass(frozen=True)
@@ -172,6 +182,7 @@ class Candidate:
         return Predicted(
             peak_bytes=self.peak_bytes,
             reserved_bytes=self.worst.reserved_bytes,
+            kept_bytes=most_kept(self.stages),
             overhead_bytes=self.overhead_bytes,
             weights_bytes=self.worst.weights_bytes,
             activation_bytes=self.worst.activation_bytes,

@@ -54,12 +54,12 @@ def headline(plan: dict[str, Any]) -> str:
 
 
 def peak_of_budget(plan: dict[str, Any]) -> str:
-    """Return the most bytes that are allocated, those that are reserved, and the budget in words."""
-    predicted = plan["predicted"]
-    reserved = predicted["reserved_bytes"] + predicted["overhead_bytes"]
+    """Return the most bytes that are allocated, the most that are reserved, and the budget in words."""
+    predicted, budget = plan["predicted"], plan["request"]["vram"]
+    reserved = min(predicted["kept_bytes"] + predicted["overhead_bytes"], budget)
     on_gpu = reserved != predicted["peak_bytes"]
     besides = f", {format_size(reserved)} reserved with the driver's share," if on_gpu else ""
-    return f"{format_size(predicted['peak_bytes'])} allocated{besides} of {format_size(plan['request']['vram'])}"
+    return f"{format_size(predicted['peak_bytes'])} allocated{besides} of {format_size(budget)}"
 
 
 def verdict(plan: dict[str, Any]) -> str:

@@ -91,6 +91,7 @@ class Figures:
         repeated_bytes: the same for a step that finds the outputs of the previous step between freed tensors; for other
             calls ``reserved_bytes``.
         recorded_bytes: the same if nothing can be freed, as while kernels are recorded.
+        kept_bytes: the same for such a step if nothing needs to be freed, as with more free memory.
         segment_bytes: one segment for all tensors over 1 MiB of such a step; 0 if it needs more, and for other calls.
         spans: operations, bytes moved and operators in order, module by module.
     """
@@ -113,6 +114,7 @@ class Figures:
     reserved_bytes: int
     repeated_bytes: int
     recorded_bytes: int
+    kept_bytes: int
     segment_bytes: int
     spans: tuple[ModuleSpan, ...] = field(repr=False)
 
@@ -239,6 +241,7 @@ def trace_equals_once(
         reserved_bytes=estimate.least,
         repeated_bytes=max(repeated.least, estimate.least),
         recorded_bytes=estimate.kept,
+        kept_bytes=max(repeated.kept, estimate.kept),
         segment_bytes=repeated.segment,
         timeline=ledger.timeline,
         spans=tuple(span for span in tracer.work.spans if span.operators),

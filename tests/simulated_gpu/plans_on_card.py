@@ -97,13 +97,12 @@ _BUDGETS_HEAD = """# Budgets below the card's memory, on a simulated card of 8 G
 Cases drawn by a seed, shapes only, four steps and a decode on torch's own CUDA allocator
 (`tests/simulated_gpu/plans_on_card.py budgets` wrote this). SD1.5 and SDXL are of full size, the transformers have few
 narrow layers. Budgets from the least (0) to that of the plan with 6 GiB (1). *Reserved* is what torch's allocator
-held at most, with the driver's share, as in the budget; MiB. *Reserved planned* is enough if unused segments are
-freed; within a larger budget the allocator may keep them. *Fallback steps* are repeated calls and leaner plans after
+held at most, with the driver's share, as in the budget; MiB. *Planned* is what the plan says that it may hold: if the
+budget has room, also segments that it could free. *Fallback steps* are repeated calls and leaner plans after
 a call ran out of memory. *Allocator calls* are device allocations a step after the second.
 """
 _BUDGETS_HEADS = (
-    "model", "size", "batch", "from", "share", "budget", "reserved planned", "reserved", "fallback steps",
-    "allocator calls",
+    "model", "size", "batch", "from", "share", "budget", "planned", "reserved", "fallback steps", "allocator calls",
 )  # fmt: skip
 
 
@@ -111,6 +110,7 @@ class Held(NamedTuple):
     """A run within a budget, in bytes; reserved bytes include the driver's share.
 
     Attributes:
+        planned: the most that the plan says.
         fallback_steps: how often a call ran out of memory.
         calls: device allocations in each step after the second, on average.
     """
@@ -169,7 +169,7 @@ def _within_budget(simulated: Any, case: Case, part: float) -> Held:
     del rest
     share = predicted.overhead_bytes
     calls = (allocations[-1] - allocations[1]) / (len(allocations) - 2)
-    return Held(budget, predicted.reserved_bytes + share, reserved + share, len(steps), calls)
+    return Held(budget, min(predicted.kept_bytes + share, budget), reserved + share, len(steps), calls)
 
 
 _HEAD = """# Plans on a simulated card of just their size
