@@ -58,7 +58,7 @@ def peak_of_budget(plan: dict[str, Any]) -> str:
     predicted, budget = plan["predicted"], plan["request"]["vram"]
     reserved = min(predicted["kept_bytes"] + predicted["overhead_bytes"], budget)
     on_gpu = reserved != predicted["peak_bytes"]
-    besides = f", {format_size(reserved)} reserved with the driver's share," if on_gpu else ""
+    besides = f", at most {format_size(reserved)} reserved with the driver's share," if on_gpu else ""
     return f"{format_size(predicted['peak_bytes'])} allocated{besides} of {format_size(budget)}"
 
 
