@@ -41,7 +41,12 @@ _NOT_HERE: dict[str, Callable[[torch.device], str | None]] = {
     "compile": compiler.why_not,
 }
 """Why some of it cannot be measured on a device, of what needs more than the device; None: it can."""
-_NAMES = {"overhead": "what a context takes", "kernels": "gains of kernels in Triton", "compile": "gains of compiling"}
+_NAMES = {
+    "overhead": "what a context takes",
+    "host": "host time of hooks",
+    "kernels": "gains of kernels in Triton",
+    "compile": "gains of compiling",
+}
 
 
 def recall(rows: Sequence[dict[str, Any]], device: torch.device) -> None:

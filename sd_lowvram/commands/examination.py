@@ -75,23 +75,30 @@ def calibrate_machine() -> dict[str, Any]:
 
 
 def _rates(device: Any) -> dict[str, Any]:
-    from ..devices.this_machine import rates_of, remember_rates
+    from ..devices.this_machine import rates_of
 
-    if importlib.util.find_spec("diffusers") is None:
-        return asdict(rates_of(device, recalibrate=True))
-    import diffusers  # noqa: F401  # whose own time in each operator counts too
+    if importlib.util.find_spec("diffusers") is not None:
+        import diffusers  # noqa: F401  # whose own time in each operator counts too
 
-    from ..planning.host_time import with_host_time
-
-    rates = with_host_time(rates_of(device, recalibrate=True), device)
-    remember_rates(device, rates)
-    return asdict(rates)
+    return asdict(rates_of(device, recalibrate=True))
 
 
 def _overhead(device: Any) -> dict[str, Any] | None:
     from ..devices.this_machine import overhead_of
 
     return asdict(overhead_of(device, recalibrate=True)) if device.type == "cuda" else None
+
+
+def _host_time(device: Any) -> dict[str, float] | None:
+    """Host time of our hooks, measured and remembered; None if it cannot be measured."""
+    if importlib.util.find_spec("diffusers") is None:
+        return None
+    from ..devices.this_machine import rates_of, remember_host_time
+    from ..planning.host_time import host_time
+
+    measured = host_time(rates_of(device), device)
+    remember_host_time(device, measured)
+    return measured
 
 
 def _compiling(device: Any) -> dict[str, float] | None:
@@ -133,7 +140,8 @@ def _kernel_gains(device: Any) -> dict[str, float]:
 
 MEASURED: dict[str, Callable[[Any], dict[str, Any] | None]] = {
     "rates": _rates,
-    "overhead": _overhead,
+    "overhead": _overhead,  # before anything is recorded, for which the driver takes memory of its own
+    "host": _host_time,
     "kernels": _kernel_gains,
     "compile": _compiling,
 }

@@ -21,17 +21,25 @@ _Kind = TypeVar("_Kind", Rates, Overhead)
 
 
 def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
-    """The rates of the machine at hand: measured in some seconds, once, and remembered."""
+    """The rates of the machine at hand: measured in some seconds, once, and remembered.
+
+    The host time of our hooks is what ``doctor --calibrate`` has measured, else that of an H100's host.
+    """
     where = place_of_measurement("rates", device)
     rates = None if recalibrate else _read(where, Rates)
     if rates is None:
         rates = calibrate(device)
         remember(where, rates)
-    return rates
+    hosts = stored_measurement("host", device) or {}
+    return dataclasses.replace(rates, **{name: hosts[name] for name in HOST_TIME if isinstance(hosts.get(name), float)})
 
 
-def remember_rates(device: torch.device, rates: Rates) -> None:
-    remember(place_of_measurement("rates", device), rates)
+HOST_TIME = ("layer_launches", "strip_launches", "replay_launches")
+"""Rates of our hooks' host time, which are measured by themselves."""
+
+
+def remember_host_time(device: torch.device, measured: dict[str, float]) -> None:
+    remember(place_of_measurement("host", device), measured)
 
 
 def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,17 +24,17 @@ _STRIPS = Settings(vae_tiles="exact", vae_strip_mib=4)
 _ROUNDS = 5
 
 
-def with_host_time(rates: Rates, device: torch.device) -> Rates:
-    """Return ``rates`` with the host time of our hooks on ``device``: of layers, and on a GPU of strips and replays.
+def host_time(rates: Rates, device: torch.device) -> dict[str, float]:
+    """Measure the host time of our hooks on ``device`` in some seconds: of layers, and on a GPU of strips and replays.
 
     Args:
-        rates: as they were measured on ``device``. Some seconds are taken.
+        rates: as they were measured on ``device``.
 
     Returns:
-        Other rates; what does not run on ``device`` stays.
+        The rates of :data:`.this_machine.HOST_TIME` that were measured; what does not run on ``device`` is not there.
     """
     if device.type not in ("cpu", "cuda") or not rates.launch_seconds:
-        return rates
+        return {}
     unet, inputs = narrow_unet(device)
     call = functools.partial(unet, *inputs, return_dict=False)
     with torch.inference_mode():
@@ -43,12 +42,12 @@ def with_host_time(rates: Rates, device: torch.device) -> Rates:
         with attached(unet, _STREAMED, device=device):
             streamed = fastest_seconds(call, device)
         layer = max(0.0, streamed - plain) / len(layers_with_weights(unet))
-        rates = replace(rates, layer_launches=layer / rates.launch_seconds)
-        if device.type == "cpu":
-            return rates
-        rates = replace(rates, strip_launches=_strip_seconds(device) / rates.launch_seconds)
-        replay = _replay_seconds(unet, call, device)
-    return rates if replay is None else replace(rates, replay_launches=replay / rates.launch_seconds)
+        seconds = {"layer_launches": layer}
+        if device.type == "cuda":
+            seconds["strip_launches"] = _strip_seconds(device)
+            replay = _replay_seconds(unet, call, device)
+            seconds |= {} if replay is None else {"replay_launches": replay}
+    return {name: value / rates.launch_seconds for name, value in seconds.items()}
 
 
 def _strip_seconds(device: torch.device) -> float:

@@ -329,6 +329,7 @@ def test_a_calibration_is_taken_along(at_once: None, tmp_path: Path, monkeypatch
 
     rates = {"half_flops": 1e12, "bandwidth": 1e11, "copy_bandwidth": 1e10, "launch_seconds": 1e-5}
     measured = {"rates": rates, "overhead": None, "kernels": {"geglu": 2.0}, "compile": {"gain": 1.5}}
+    measured["host"] = {"layer_launches": 3.0}
     for what, value in measured.items():
         monkeypatch.setitem(calibration.MEASURED, what, lambda device, value=value: value)
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / "cache"))

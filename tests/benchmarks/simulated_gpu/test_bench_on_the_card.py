@@ -124,7 +124,7 @@ def test_every_part_ends_and_no_row_is_empty(
         assert all(row["same_bits"] for row in ran.values()) and ran["diffusers"]["pinned_bytes"] == 0
         assert ran["diffusers, groups by leaf, stream"]["pinned_bytes"] > 0
     if part == "calibration":
-        assert [row["what"] for row in rows if row.get("measured")] == ["rates", "overhead", "kernels"]
+        assert [row["what"] for row in rows if row.get("measured")] == ["rates", "overhead", "host", "kernels"]
     if part == "kernels":
         passes = {row["pass"]: row for row in rows if "pass" in row}
         assert passes["CUDA graphs"]["same_bits"] and passes["CUDA graphs"]["step_seconds"] > 0
