@@ -96,10 +96,11 @@ _BUDGETS_HEAD = """# Budgets below the card's memory, on a simulated card of 8 G
 
 Cases drawn by a seed, shapes only, four steps and a decode on torch's own CUDA allocator
 (`tests/simulated_gpu/plans_on_card.py budgets` wrote this). SD1.5 and SDXL are of full size, the transformers have few
-narrow layers. Budgets from the least (0) to that of the plan with 6 GiB (1). *Reserved* is what torch's allocator
-held at most, with the driver's share, as in the budget; MiB. *Planned* is what the plan says that it may hold: if the
-budget has room, also segments that it could free. *Fallback steps* are repeated calls and leaner plans after
-a call ran out of memory. *Allocator calls* are device allocations a step after the second.
+narrow layers. Plans by the speed of an RTX 2070; budgets from the least (0) to that of the plan with 6 GiB (1).
+*Reserved* is what torch's allocator held at most, with the driver's share, as in the budget; MiB. *Planned* is what
+the plan says that it holds at most: in rows of 30 November with segments that it could free, if the budget has room
+for them, in earlier rows without. *Fallback steps* are repeated calls and leaner plans after a call ran out of memory.
+*Allocator calls* are device allocations a step after the second.
 """
 _BUDGETS_HEADS = (
     "model", "size", "batch", "from", "share", "budget", "planned", "reserved", "fallback steps", "allocator calls",
@@ -124,7 +125,11 @@ class Held(NamedTuple):
 
 def within_budget(simulated: Any, case: Case, part: float = 1.0) -> Held:
     """Plan and run ``case`` on a card with more memory than the budget; the run is limited to a ``part`` of it."""
-    with shapes_only(simulated):
+    from on_card import rates_here
+
+    from sd_lowvram.planning import request
+
+    with shapes_only(simulated), mock.patch.object(request, "rates_of", rates_here):
         return _within_budget(simulated, case, part)
 
 
