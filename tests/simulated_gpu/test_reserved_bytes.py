@@ -22,6 +22,7 @@ from sd_lowvram.memory.reserved import allocator_settings
 from sd_lowvram.memory.segments import begin_stage
 from sd_lowvram.patches import set_patch
 from sd_lowvram.streaming.engine import ActiveStreams, Stream
+from sd_lowvram.streaming.host_weights import HostWeights
 from sd_lowvram.streaming.layout import ResidencyPolicy
 from sd_lowvram.weights import weight_bytes
 
@@ -134,6 +135,42 @@ def test_the_least_with_a_controlnet_is_what_it_needs(
     assert held.reserved <= held.planned <= held.budget and not held.fallback_steps
     with logged("ran out of memory"), pytest.raises(BudgetError, match="nothing leaner fits"):
         within_budget(gpu, case, 1 / 1.08)
+
+
+@LARGE
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("sd15", 512, 768, 0.0, 2),
+        *(
+            pytest.param(Case(*case), marks=pytest.mark.rare)
+            for case in (
+                ("sd15", 768, 512, 0.0, 2, "lora"),
+                ("sdxl", 512, 1024, 0.0),
+                ("sdxl", 1024, 512, 0.0, 2, "image"),
+                ("sdxl", 1024, 768, 0.09, 1, "lora"),
+            )
+        ),
+    ],
+)
+def test_the_limit_changes_no_copy(gpu: Any, own_cache: None, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights, in a run that is limited to its budget and in one that is limited to four times as much."""
+    copied: list[int] = []
+    copy_to = HostWeights.copy_to
+
+    def counted(weights: HostWeights, source: Any, target: Any) -> Any:
+        if type(target) is torch.Tensor:  # and not of a trace
+            copied.append(target.nbytes)
+        return copy_to(weights, source, target)
+
+    monkeypatch.setattr(HostWeights, "copy_to", counted)
+    held = within_budget(gpu, case)
+    limited = len(copied), sum(copied)
+    copied.clear()
+    free = within_budget(gpu, case, 4.0)
+    reserved = f"{held.reserved / MIB:.0f} and {free.reserved / MIB:.0f} MiB reserved"
+    print(f"{case}: {limited[1]} bytes in {limited[0]} copies; {reserved}")
+    assert limited == (len(copied), sum(copied)) and held.reserved <= held.planned
 
 
 @pytest.mark.parametrize("asked", ["expandable_segments:True"], indirect=True)
