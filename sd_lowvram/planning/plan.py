@@ -21,7 +21,6 @@ class Predicted:
     Attributes:
         peak_bytes: tensors on the device, weights included.
         reserved_bytes: what torch's allocator reserves for these tensors and the libraries' workspaces, in segments.
-        kept_bytes: what it reserves at most if a larger budget leaves room for segments that it would have to free.
         overhead_bytes: memory of the driver's context, in addition.
         weights_bytes, activation_bytes: on the device in the stage with the peak.
         host_bytes: weights and maps that wait in host memory.
@@ -29,11 +28,12 @@ class Predicted:
         seconds: text, all steps, decoding, and moving the weights.
         stage: the stage with the peak.
         locked_bytes: the part of ``host_bytes`` that is page-locked for copies to and from a GPU.
+        kept_bytes: what torch's allocator reserves at most if a larger budget leaves room for segments that it could
+            free; not more than ``reserved_bytes`` where it is 0.
     """
 
     peak_bytes: int
     reserved_bytes: int
-    kept_bytes: int
     overhead_bytes: int
     weights_bytes: int
     activation_bytes: int
@@ -42,6 +42,7 @@ class Predicted:
     seconds: float
     stage: str
     locked_bytes: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,6 @@ class Candidate:
         return Predicted(
             peak_bytes=self.peak_bytes,
             reserved_bytes=self.worst.reserved_bytes,
-            kept_bytes=most_kept(self.stages),
             overhead_bytes=self.overhead_bytes,
             weights_bytes=self.worst.weights_bytes,
             activation_bytes=self.worst.activation_bytes,
@@ -191,6 +191,7 @@ class Candidate:
             seconds=self.seconds,
             stage=self.worst.name,
             locked_bytes=self.locked_bytes,
+            kept_bytes=most_kept(self.stages),
         )
 
 

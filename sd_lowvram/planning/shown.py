@@ -56,7 +56,8 @@ def headline(plan: dict[str, Any]) -> str:
 def peak_of_budget(plan: dict[str, Any]) -> str:
     """Return the most bytes that are allocated, the most that are reserved, and the budget in words."""
     predicted, budget = plan["predicted"], plan["request"]["vram"]
-    reserved = min(predicted["kept_bytes"] + predicted["overhead_bytes"], budget)
+    most = max(predicted["reserved_bytes"], predicted["kept_bytes"]) + predicted["overhead_bytes"]
+    reserved = min(most, budget)
     on_gpu = reserved != predicted["peak_bytes"]
     besides = f", at most {format_size(reserved)} reserved with the driver's share," if on_gpu else ""
     return f"{format_size(predicted['peak_bytes'])} allocated{besides} of {format_size(budget)}"

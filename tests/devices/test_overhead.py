@@ -42,7 +42,7 @@ def test_workspaces_are_counted_where_they_are_taken_and_in_no_peak_of_tensors()
     assert 0 < matrix <= 20 * MIB
     for cost in with_them.values():
         given = {"reserved_bytes": without.reserved_bytes, "recorded_bytes": without.recorded_bytes}
-        given["repeated_bytes"] = without.repeated_bytes
+        given |= {name: getattr(without, name) for name in ("repeated_bytes", "kept_bytes")}
         assert dataclasses.replace(cost, **given) == without
         assert cost.recorded_bytes >= cost.reserved_bytes
 
