@@ -55,7 +55,7 @@ def begin_stage(device: torch.device, steps_of: object | None = None, segment_by
     last, freed = _stepping.pop(device, None), 0
     if steps_of is not None:
         _refresh_locals()
-        retries = int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
+        retries = _retries(device)
         known = last if last is not None and last.run() is steps_of else None
         short = known is not None and retries > known.retries
         freed = short + (known.freed if known is not None else 0)
@@ -71,6 +71,17 @@ def begin_stage(device: torch.device, steps_of: object | None = None, segment_by
         # In the middle of a segment they would leave less than 10 MiB on either side.
         with libraries_noted(device):
             take_matrix_workspaces(device)
+
+
+def has_run_short(device: torch.device) -> bool:
+    """True if torch's allocator has freed segments in the step that ends now, and in one before: what is fetched for
+    the next step would lie scattered among segments that the next step needs."""
+    last = _stepping.get(device)
+    return last is not None and last.freed > 0 and _retries(device) > last.retries
+
+
+def _retries(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
 
 
 def _join_segments(device: torch.device, size: int, small_bytes: int) -> bool:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..errors import ConflictError
 from ..memory.accounts import actual_device, weights_account
 from ..memory.fake_mode import active_fake_mode
-from ..memory.segments import release_segments
+from ..memory.segments import has_run_short, release_segments
 from ..memory.threads import place_of, turn
 from ..patches import Patch, set_patch, take_off, wrap
 from ..weight_parts import Link, links_of
@@ -249,7 +249,7 @@ class Stream:
     def _end(self) -> None:
         if self._followed:
             return
-        if self._learn():
+        if self._learn() or (self._layout.rooms and has_run_short(self._device)):
             self.evict()
         else:
             self._buffer.end()
