@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.devices.performance import profile
+from sd_lowvram.memory import segments
 from sd_lowvram.patches import Change
 from sd_lowvram.planning.cost_model import Pricing
 from sd_lowvram.planning.request import Request
@@ -241,6 +243,29 @@ def mapped(folder: Path) -> Iterator[Any]:
     assert mapped_bytes(unet) > 0
     with host_budget(0):
         yield unet
+
+
+def test_nothing_is_fetched_ahead_where_steps_run_short(
+    gpu: Any, targets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would lie scattered among segments that the next step needs. Bits are the same."""
+    unet = target(targets, "sd15")[0].unet
+    with attached(unet, Settings(offload="none"), device=GPU):
+        wanted = denoise(unet, 5)
+    timing, before = timing_of(unet), torch.cuda.memory_allocated()
+
+    def left_by_steps() -> tuple[Tensor, list[bool]]:
+        left: list[bool] = []
+        hook = unet.register_forward_pre_hook(lambda *_: left.append(torch.cuda.memory_allocated() - before > 20_000))
+        with attached(unet, LAYER, device=GPU, timing=timing), hook:
+            return denoise(unet, 5), left
+
+    found, left = left_by_steps()
+    assert torch.equal(found, wanted) and left == [False, True, True, True, True]
+    retries = itertools.count()
+    monkeypatch.setattr(segments, "_retries", lambda _: next(retries))
+    found, left = left_by_steps()
+    assert torch.equal(found, wanted) and left == [False, True, False, False, False]
 
 
 def denoise(unet: Any, steps: int = 3) -> Tensor:
