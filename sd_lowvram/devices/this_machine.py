@@ -23,7 +23,7 @@ _Kind = TypeVar("_Kind", Rates, Overhead)
 def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
     """The rates of the machine at hand: measured in some seconds, once, and remembered.
 
-    The host time of our hooks is what ``doctor --calibrate`` has measured, else that of an H100's host.
+    The host time of our hooks is what ``doctor --calibrate`` has measured, else the default.
     """
     where = place_of_measurement("rates", device)
     rates = None if recalibrate else _read(where, Rates)
