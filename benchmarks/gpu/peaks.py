@@ -131,7 +131,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         enough = sum(row["reserved_bytes"] - row["library_bytes"] <= row["predicted_reserved_bytes"] for row in ran)
         yield f"{sum(row['within'] for row in ran)} of {len(ran)} peaks as predicted"
         yield f"off by {min(apart):+.1f} to {max(apart):+.1f} %"
-        yield f"the allocator reserved at most what the plan says in {enough}"
+        yield f"the allocator took at most what the plan says in {enough}, of a card that had more"
         yield f"{sum(row.get('overhead_measured', False) for row in ran)} by measured workspaces"
 
 
