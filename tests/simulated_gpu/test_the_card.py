@@ -131,7 +131,8 @@ def test_a_convolution_library_takes_what_it_is_said_to(gpu: Any, workspace: str
 
 def graphed(layers: nn.Module, given: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(), torch.cuda.graph(graph):
+    current = torch.cuda.stream(torch.cuda.current_stream())  # torch does not return to it from a failed capture
+    with torch.inference_mode(), current, torch.cuda.graph(graph):
         made = layers(given)
     return graph, made
 
