@@ -125,11 +125,7 @@ class Held(NamedTuple):
 
 def within_budget(simulated: Any, case: Case, part: float = 1.0) -> Held:
     """Plan and run ``case`` on a card with more memory than the budget; the run is limited to a ``part`` of it."""
-    from on_card import rates_here
-
-    from sd_lowvram.planning import request
-
-    with shapes_only(simulated), mock.patch.object(request, "rates_of", rates_here):
+    with shapes_only(simulated), _rates_of_a_named_card():
         return _within_budget(simulated, case, part)
 
 
@@ -275,8 +271,22 @@ class RealCard:
 def on_card(simulated: Any, case: Case, **fixed: Any) -> Row:
     """Calibrate, plan with knobs that are ``fixed``, and run as a new process would on a card that gives what is
     planned."""
-    with shapes_only(simulated):
+    with (
+        shapes_only(simulated),
+        _rates_of_a_named_card() if not isinstance(simulated, RealCard) else contextlib.nullcontext(),
+    ):
         return _on_card(simulated, case, fixed)
+
+
+@contextlib.contextmanager
+def _rates_of_a_named_card() -> Iterator[None]:
+    """Plan within the block by the speed of an RTX 2070, not by that of a processor, which other programs use too."""
+    from on_card import rates_here
+
+    from sd_lowvram.planning import request
+
+    with mock.patch.object(request, "rates_of", rates_here):
+        yield
 
 
 @contextlib.contextmanager
