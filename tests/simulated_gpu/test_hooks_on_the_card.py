@@ -248,7 +248,7 @@ def mapped(folder: Path) -> Iterator[Any]:
 def test_nothing_is_fetched_ahead_where_steps_run_short(
     gpu: Any, targets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would lie scattered among segments that the next step needs. Bits are the same."""
+    """Weights for the next step would lie scattered among segments that it needs. Bits are the same."""
     unet = target(targets, "sd15")[0].unet
     with attached(unet, Settings(offload="none"), device=GPU):
         wanted = denoise(unet, 5)
