@@ -349,9 +349,9 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
 def _run_line(plan: Plan, attachment: Attachment) -> str:
     request, predicted = plan.request, plan.predicted
     budget, decides = format_size(request.vram), decision_in(plan)
-    peak = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
+    needed = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
     size = f"{request.width}x{request.height}, batch {request.batch}"
-    memory = f"budget {budget}" if decides else f"peak {peak} of {budget}"
+    memory = f"budget {budget}" if decides else f"needs {needed} of {budget}"
     moved = [decides] if decides else select_kinds(plan.reasons, Kind.HOST_FETCHES)
     notes = [*moved, *plain_reasons(plan), *tile_reasons(plan)]
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())

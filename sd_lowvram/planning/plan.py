@@ -256,6 +256,11 @@ class Plan:
         """True if a stage is planned when it is called first, so that the run has no totals yet."""
         return any(stage.at_first_call for stage in self.stages)
 
+    @property
+    def most_reserved_bytes(self) -> int:
+        """The most bytes that torch's allocator reserves within the budget, with the driver's share."""
+        return shown.most_reserved_bytes(dataclasses.asdict(self.predicted), self.request.vram)
+
     def after(self, fallback_steps: tuple[FallbackStep, ...]) -> Plan:
         """Return this plan with ``fallback_steps`` added to its own."""
         sentences = (step.told for step in fallback_steps)

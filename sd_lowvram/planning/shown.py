@@ -56,11 +56,16 @@ def headline(plan: dict[str, Any]) -> str:
 def peak_of_budget(plan: dict[str, Any]) -> str:
     """Return the most bytes that are allocated, the most that are reserved, and the budget in words."""
     predicted, budget = plan["predicted"], plan["request"]["vram"]
-    most = max(predicted["reserved_bytes"], predicted["kept_bytes"]) + predicted["overhead_bytes"]
-    reserved = min(most, budget)
+    reserved = most_reserved_bytes(predicted, budget)
     on_gpu = reserved != predicted["peak_bytes"]
     besides = f", at most {format_size(reserved)} reserved with the driver's share," if on_gpu else ""
     return f"{format_size(predicted['peak_bytes'])} allocated{besides} of {format_size(budget)}"
+
+
+def most_reserved_bytes(predicted: dict[str, Any], budget: int) -> int:
+    """Return the most bytes that are reserved, with the driver's share; beyond ``budget`` torch frees what it can."""
+    needed, kept = (predicted[name] + predicted["overhead_bytes"] for name in ("reserved_bytes", "kept_bytes"))
+    return int(max(needed, min(kept, budget)))
 
 
 def verdict(plan: dict[str, Any]) -> str:

@@ -117,7 +117,7 @@ def shortage_text(where: str, of_host: bool, device: str, needed_bytes: int) -> 
 
 
 def _peak(needed_bytes: int, vram: int, stage: str) -> str:
-    return f"peak {format_size(needed_bytes)} of {format_size(vram)}, reached in {stage}"
+    return f"needs {format_size(needed_bytes)} of {format_size(vram)}, most of it in {stage}"
 
 
 def _streamed_text(weights_bytes: int, slowdown: float) -> str:

@@ -149,7 +149,7 @@ def _within_budget(simulated: Any, case: Case, part: float) -> Held:
         most = plan(pipe, vram=f"{max(least, _LARGEST_BUDGET)} b", **sizes).predicted if case.share else None
         beyond = most.reserved_bytes + most.overhead_bytes - least if most else 0
         budget = least + int(case.share * max(0, beyond))
-        predicted = optimize(pipe, vram=f"{budget} b", **sizes).predicted
+        chosen = optimize(pipe, vram=f"{budget} b", **sizes)
         attachments(pipe)[-1].bound.budget_bytes = int(budget * part)
         simulated.kernels.forget()
         gc.collect()
@@ -168,9 +168,9 @@ def _within_budget(simulated: Any, case: Case, part: float) -> Held:
         finally:
             restore(pipe)
     del rest
-    share = predicted.overhead_bytes
+    share = chosen.predicted.overhead_bytes
     calls = (allocations[-1] - allocations[1]) / (len(allocations) - 2)
-    return Held(budget, min(predicted.kept_bytes + share, budget), reserved + share, len(steps), calls)
+    return Held(budget, chosen.most_reserved_bytes, reserved + share, len(steps), calls)
 
 
 _HEAD = """# Plans on a simulated card of just their size
