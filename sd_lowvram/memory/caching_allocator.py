@@ -11,7 +11,7 @@ unused when the GPU has no more.
 
 from __future__ import annotations
 
-import bisect
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +84,7 @@ class CachingAllocator:
         Raises:
             CardFullError: the GPU has no memory left.
         """
-        size = max(LEAST, -(-size // LEAST) * LEAST)
+        size = -(-size // LEAST) * LEAST or LEAST
         small = size <= SMALL
         block = self._best_fit(size, small) or self._grow(size, small)
         if block is None:
@@ -92,7 +92,7 @@ class CachingAllocator:
             block = self._grow(size, small)
         if block is None:
             raise CardFullError
-        if self._splits(block, size):
+        if block.size > size and self._splits(block, size):
             self._keep(self._cut(block, size))
         block.used = True
         self.allocated_bytes += block.size
@@ -120,7 +120,7 @@ class CachingAllocator:
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         """Take a free block of at least ``size`` bytes; return None if there is none."""
         pool = self._free[small]
-        place = bisect.bisect_left(pool, (size, -1))
+        place = bisect_left(pool, (size, -1))
         if place == len(pool):
             return None
         fitting = pool[place][0]
@@ -160,25 +160,30 @@ class CachingAllocator:
 
     def _merge(self, block: _Block) -> _Block:
         """Return ``block`` with those of its neighbours that are like it, which are free blocks no more."""
-        for other in (block.before, block.after):
-            if other is None or other.used or other.mapped != block.mapped:
-                continue
-            if other.mapped:
-                self._drop(other)
-            first, second = (other, block) if other is block.before else (block, other)
-            first.size += second.size
-            first.after = second.after
-            if second.after is not None:
-                second.after.before = first
-            block = first
+        before, after = block.before, block.after
+        if before is not None and not before.used and before.mapped == block.mapped:
+            block = self._join(before, block, before)
+        if after is not None and not after.used and after.mapped == block.mapped:
+            block = self._join(block, after, after)
         return block
 
+    def _join(self, first: _Block, second: _Block, kept: _Block) -> _Block:
+        """Return two neighbours as one block, ``first``; ``kept`` is the one among the free blocks, if it is mapped."""
+        if kept.mapped:
+            pool = self._free[kept.small]
+            del pool[bisect_left(pool, (kept.size, kept.address))]
+        first.size += second.size
+        first.after = after = second.after
+        if after is not None:
+            after.before = first
+        return first
+
     def _keep(self, block: _Block) -> None:
-        bisect.insort(self._free[block.small], (block.size, block.address, block))  # no two have one address
+        insort(self._free[block.small], (block.size, block.address, block))  # no two have one address
 
     def _drop(self, block: _Block) -> None:
         pool = self._free[block.small]
-        del pool[bisect.bisect_left(pool, (block.size, block.address))]
+        del pool[bisect_left(pool, (block.size, block.address))]
 
 
 class ExpandableAllocator(CachingAllocator):
@@ -211,7 +216,7 @@ class ExpandableAllocator(CachingAllocator):
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         """Best fit; blocks at which the pool can grow count with the size that they would have."""
         pool = self._free[small]
-        place = bisect.bisect_left(pool, (size, -1))
+        place = bisect_left(pool, (size, -1))
         while place + 1 < len(pool) and _grown_size(pool[place + 1][2]) < _grown_size(pool[place][2]):
             place += 1
         return pool.pop(place)[2] if place < len(pool) else None

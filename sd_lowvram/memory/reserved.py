@@ -195,8 +195,12 @@ def _orders(allocations: Allocations) -> Iterator[Allocations]:
     for behind in (itertools.repeat(True), itertools.repeat(False), itertools.cycle((True, False))):
         order: list[tuple[int, int]] = []
         for starts, ended, last in zip(runs[::2], runs[1::2], behind, strict=False):
-            ends = {number for number, _ in ended}
-            order += sorted(starts, key=lambda allocation: (allocation[0] in ends) == last)
+            if len(starts) > 1:
+                ends = {number for number, _ in ended}
+                order += [start for start in starts if (start[0] in ends) != last]
+                order += [start for start in starts if (start[0] in ends) == last]
+            else:
+                order += starts
             order += ended
         yield order
 
@@ -325,11 +329,12 @@ class _Course:
                 seen[state] = left
 
     def _play_until(self, stop: int, place: int, allocator: CachingAllocator, live: dict[int, Any]) -> None:
+        allocate, free, pop = allocator.allocate, allocator.free, live.pop
         for at, step in enumerate(self._steps[place:stop], place):
             if step < 0:
-                allocator.free(live.pop(at + step))
+                free(pop(at + step))
             else:
-                live[at] = allocator.allocate(step)
+                live[at] = allocate(step)
 
 
 def _loops(steps: list[int]) -> list[tuple[int, int, int]]:
