@@ -5,8 +5,9 @@ ring are one buffer (:mod:`pool`). The ring may also *follow the activations*: i
 moment. Each streamed block then has its own allocation, from its fetch until another block is called.
 
 A weight is *lent* while ``tensor.data`` is a view of the buffer. A streamed weight is lent from the call of its layer
-until another block is called, a resident one until the run ends. At all other times ``tensor.data`` is the host copy,
-so a program that changes or saves weights between runs sees complete weights in host memory.
+until another block is called. Residents are lent until the run ends: each from its call in the first run, all together
+from the beginning of later runs. At all other times ``tensor.data`` is the host copy, so a program that changes or
+saves weights between runs sees complete weights in host memory.
 
 A block is fetched as soon as no layer needs the bytes that it will occupy. The order of the blocks is the order in
 which an earlier run used them; fetches run ahead in that order, into the next step too. A run in another order works,

@@ -291,6 +291,22 @@ def test_layers_of_a_block_that_are_used_in_turn_do_not_take_each_others_place(c
         assert total <= sum(copied) <= total + room and stream.device_bytes <= room
 
 
+def test_parts_of_a_split_layer_stay_and_are_lent_one_after_the_other() -> None:
+    """The parts share one weight, so that only whole layers are lent together."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 4096), nn.Linear(4096, 64)).requires_grad_(False)
+    given = torch.randn(4, 256)
+    expected, policy = model(given), ResidencyPolicy("blocks", weight_bytes(model) * 2 // 3, split=True)
+    stream = Stream({"model": model}, torch.device("cpu"), policy, ActiveStreams(), repeats=True)
+    with contextlib.ExitStack() as undoing:
+        for patch in stream.patches():
+            undoing.callback(set_patch(patch))
+        undoing.callback(stream.offload())
+        for _ in range(4):
+            assert tiny.relative_error(stream.run(model.forward, given), expected) < 1e-5
+        layout = stream._layout
+        assert len({layout.blocks[number].rows is None for number in layout.residents}) == 2
+
+
 def test_tied_weights_come_once(copied: list[int]) -> None:
     unet = unet_of("sd15")
     first, second = (unet.down_blocks[number].resnets[1].conv1 for number in (1, 2))

@@ -69,8 +69,10 @@ def test_lora_with_layers_split_by_rows() -> None:
         assert tiny.relative_error(run(unet, (8, 8)), expected) < 1e-5
 
 
-def test_weights_that_a_host_changes_inside_forward_are_kept() -> None:
-    """AUTOMATIC1111 adds a LoRA to a layer's weight at its first call, and takes it for done at the next."""
+@pytest.mark.parametrize("way", ["little", "all stay"])
+def test_weights_that_a_host_changes_inside_forward_are_kept(way: str) -> None:
+    """AUTOMATIC1111 adds a LoRA to a layer's weight at its first call, and takes it for done at the next; another LoRA
+    is added in a later step."""
     results = []
     for streamed in (False, True):
         unet, done = unet_of("sd15"), set()
@@ -78,8 +80,10 @@ def test_weights_that_a_host_changes_inside_forward_are_kept() -> None:
         before = run(unet, (8, 8))
         for layer in layers:
             _change_once(layer, done)
-        with attached(unet, WAYS["little"] if streamed else Settings(inference_mode=True), device="cpu"):
+        with attached(unet, WAYS[way] if streamed else Settings(inference_mode=True), device="cpu"):
             results.append([run(unet, (8, 8)) for _ in range(3)])
+            done.clear()
+            results[-1] += [run(unet, (8, 8)) for _ in range(2)]
         assert len(done) == len(layers)
         results[-1].append(run(unet, (8, 8)))
         assert not torch.equal(results[-1][-1], before)
