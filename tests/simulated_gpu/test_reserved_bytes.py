@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from on_card import GPU, LARGE, rest_taken
-from plans_on_card import Case, drawn, on_card, within_budget
+from plans_on_card import Case, drawn, drawn_budgets, on_card, within_budget
 from run_log import logged
 
 from sd_lowvram.devices import calibration
@@ -120,6 +120,19 @@ def test_a_plan_runs_whatever_comes_first_of_outputs_and_temporaries(
 def test_a_step_that_finds_what_the_one_before_left_runs(gpu: Any, own_cache: None, case: Case) -> None:
     """Layers that were fetched ahead, and predictions, lie in segments that the first step had to itself."""
     assert on_card(gpu, case).ran
+
+
+def _smallest_drawn() -> list[Case]:
+    """Return of each model the case with the fewest pixels from text."""
+    cases = sorted(drawn_budgets(), key=lambda case: (case.way == "text", -case.width * case.height * case.batch))
+    return list({case.model: case for case in cases}.values())
+
+
+@LARGE
+@pytest.mark.parametrize("case", _smallest_drawn(), ids=lambda case: case.model)
+def test_the_smallest_drawn_budget_of_each_model_is_kept(gpu: Any, own_cache: None, case: Case) -> None:
+    held = within_budget(gpu, case)
+    assert held.reserved <= held.planned <= held.budget and not held.fallback_steps
 
 
 @LARGE
