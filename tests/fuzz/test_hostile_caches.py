@@ -30,7 +30,7 @@ RATES = dataclasses.replace(PROFILES["t4"], name="this")
 ANSWER = {
     "fits": True,
     "request": {"vram": 1 << 30, "ram": 4 << 30},
-    "reasons": ["peak 5 MiB of 1 GiB, reached in decode"],
+    "reasons": ["needs 5 MiB of 1 GiB, most of it in decode"],
     "reason_values": [{"kind": "peak", "values": {"needed_bytes": 5 << 20, "vram": 1 << 30, "stage": "decode"}}],
 }
 ASKED = {"model": None, "vram": "1GB", "ram": "4GB", "gpu": "rtx2070"}
