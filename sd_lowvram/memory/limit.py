@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..compat.private import stream_handle, take_matrix_workspaces, tree_flatten
+from ..compat.private import tree_flatten
 from ..progress import log_event
 from ..units import MIB
 from ..weights import all_tensors
@@ -164,8 +164,6 @@ class _Card:
             torch.cuda.empty_cache()
         components = [part for bound in list(self.plans) for part in bound.components]
         here = torch.device("cuda", self.index)
-        if limits_reserved():
-            take_workspaces(here)
         tensors = [tensor for tensor in (*all_tensors(*components), *inputs) if tensor.device == here]
         storages = (tensor.untyped_storage() for tensor in tensors)
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages} | _live_buffers(self.index)
@@ -191,8 +189,8 @@ _buffers_lock = threading.Lock()
 
 atexit.register(_buffers.clear)  # a reference cannot be freed once torch's modules are gone
 
-_libraries: dict[tuple[int, int, int], set[tuple[int, int]]] = {}
-"""Addresses and bytes of the workspaces that plans count for cuBLAS, by GPU, thread and stream, as cuBLAS has them."""
+_libraries: dict[int, set[tuple[int, int]]] = {}
+"""Addresses and bytes of the workspaces that plans count for cuBLAS, by GPU."""
 
 
 def note_buffer(buffer: Tensor) -> None:
@@ -211,27 +209,16 @@ def _live_buffers(index: int) -> dict[int, int]:
         return {address: size for ref, at, address, size in _buffers if at == index and not ref.expired()}
 
 
-def take_workspaces(device: torch.device) -> None:
-    """Make cuBLAS allocate its workspaces for this thread and the current stream, and note them as planned.
-
-    torch may have freed those of before, and given their memory to others.
-    """
-    if not limits_reserved():
-        take_matrix_workspaces(device)
-        return
+@contextlib.contextmanager
+def libraries_noted(device: torch.device) -> Iterator[None]:
+    """Note what is allocated within the block as planned, the first time for a GPU."""
     index = _index(device)
+    if index in _libraries or not limits_reserved():
+        yield
+        return
     before = _blocks_in_use(index)
-    take_matrix_workspaces(device)
-    taken = _blocks_in_use(index) - before
-    if taken:
-        _libraries[index, threading.get_ident(), stream_handle(index)] = taken
-
-
-def _workspaces(index: int) -> set[tuple[int, int]]:
-    """Addresses and bytes of all workspaces on a GPU that were noted and not freed."""
-    in_use = _blocks_in_use(index)
-    noted = [blocks for (gpu, *_), blocks in list(_libraries.items()) if gpu == index and blocks <= in_use]
-    return set().union(*noted)
+    yield
+    _libraries[index] = _blocks_in_use(index) - before
 
 
 def _blocks_in_use(index: int) -> set[tuple[int, int]]:
@@ -260,7 +247,7 @@ def _unplanned_bytes(index: int, planned: Sequence[int]) -> int:
     Args:
         planned: sorted addresses of planned tensors.
     """
-    unplanned, libraries = 0, _workspaces(index)
+    unplanned, libraries = 0, _libraries.get(index, set())
     for one in _segments(index):
         if tuple(one.get("segment_pool_id", (0, 0))) != (0, 0):
             continue

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..compat.private import take_matrix_workspaces
 from .accounts import tracing
-from .limit import fraction_of, take_workspaces
+from .limit import fraction_of, libraries_noted
 
 
 class _Steps(NamedTuple):
@@ -68,7 +69,8 @@ def begin_stage(device: torch.device, steps_of: object | None = None, segment_by
     if torch.cuda.is_available():
         # Allocated before the tensors of the stage, the workspaces are at the start of a segment, as plans count them.
         # In the middle of a segment they would leave less than 10 MiB on either side.
-        take_workspaces(device)
+        with libraries_noted(device):
+            take_matrix_workspaces(device)
 
 
 def has_run_short(device: torch.device) -> bool:
