@@ -170,8 +170,7 @@ class CachingAllocator:
     def _join(self, first: _Block, second: _Block, kept: _Block) -> _Block:
         """Return two neighbours as one block, ``first``; ``kept`` is the one among the free blocks, if it is mapped."""
         if kept.mapped:
-            pool = self._free[kept.small]
-            del pool[bisect_left(pool, (kept.size, kept.address))]
+            self._drop(kept)
         first.size += second.size
         first.after = after = second.after
         if after is not None:
