@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..compat.private import tree_flatten
+from ..compat.private import stream_handle, take_matrix_workspaces, tree_flatten
 from ..progress import log_event
 from ..units import MIB
 from ..weights import all_tensors
@@ -164,6 +164,8 @@ class _Card:
             torch.cuda.empty_cache()
         components = [part for bound in list(self.plans) for part in bound.components]
         here = torch.device("cuda", self.index)
+        if limits_reserved():
+            take_workspaces(here)
         tensors = [tensor for tensor in (*all_tensors(*components), *inputs) if tensor.device == here]
         storages = (tensor.untyped_storage() for tensor in tensors)
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages} | _live_buffers(self.index)
@@ -189,8 +191,8 @@ _buffers_lock = threading.Lock()
 
 atexit.register(_buffers.clear)  # a reference cannot be freed once torch's modules are gone
 
-_libraries: dict[int, set[tuple[int, int]]] = {}
-"""Addresses and bytes of the workspaces that plans count for cuBLAS, by GPU."""
+_workspaces: dict[int, dict[tuple[int, int], set[tuple[int, int]]]] = {}
+"""Addresses and bytes of cuBLAS' workspaces by GPU, then by thread and stream, as cuBLAS has them; plans count them."""
 
 
 def note_buffer(buffer: Tensor) -> None:
@@ -209,25 +211,33 @@ def _live_buffers(index: int) -> dict[int, int]:
         return {address: size for ref, at, address, size in _buffers if at == index and not ref.expired()}
 
 
-@contextlib.contextmanager
-def libraries_noted(device: torch.device) -> Iterator[None]:
-    """Note what is allocated within the block as planned, the first time for a GPU."""
-    index = _index(device)
-    if index in _libraries or not limits_reserved():
-        yield
+def take_workspaces(device: torch.device) -> None:
+    """Make cuBLAS allocate its workspaces for this thread and the current stream, and note them as planned.
+
+    torch may have freed those of before, of all threads and streams at once, and given their memory to others.
+    """
+    if not limits_reserved():
+        take_matrix_workspaces(device)
         return
-    before = _blocks_in_use(index)
-    yield
-    _libraries[index] = _blocks_in_use(index) - before
-
-
-def _blocks_in_use(index: int) -> set[tuple[int, int]]:
-    """Addresses and bytes of blocks in use."""
-    return {block for one in _segments(index) for block in _used_blocks(one)}
+    index = _index(device)
+    before, allocated = _blocks_in_use(_segments(index)), torch.cuda.memory_allocated(index)
+    take_matrix_workspaces(device)
+    if torch.cuda.memory_allocated(index) == allocated:
+        return
+    owner = threading.get_ident(), stream_handle(index)
+    noted = _workspaces.setdefault(index, {})
+    if owner in noted:
+        noted.clear()
+    noted[owner] = _blocks_in_use(_segments(index)) - before
 
 
 def _segments(index: int) -> list[Any]:
     return [one for one in torch.cuda.memory_snapshot() if one["device"] == index]
+
+
+def _blocks_in_use(segments: Iterable[Any]) -> set[tuple[int, int]]:
+    """Addresses and bytes of the blocks of ``segments`` that are in use."""
+    return {block for one in segments for block in _used_blocks(one)}
 
 
 def _used_blocks(segment: Any) -> Iterator[tuple[int, int]]:
@@ -247,12 +257,15 @@ def _unplanned_bytes(index: int, planned: Sequence[int]) -> int:
     Args:
         planned: sorted addresses of planned tensors.
     """
-    unplanned, libraries = 0, _libraries.get(index, set())
-    for one in _segments(index):
+    unplanned, segments = 0, _segments(index)
+    in_use = _blocks_in_use(segments)
+    noted = list(_workspaces.get(index, {}).values())
+    workspaces = set().union(*(blocks for blocks in noted if blocks <= in_use))
+    for one in segments:
         if tuple(one.get("segment_pool_id", (0, 0))) != (0, 0):
             continue
         blocks = list(_used_blocks(one))
-        foreign = [block for block in blocks if block not in libraries and not _is_within(planned, *block)]
+        foreign = [block for block in blocks if block not in workspaces and not _is_within(planned, *block)]
         others = sum(size for _, size in foreign)
         alone = len(foreign) == len(blocks)
         unplanned += one["total_size"] if others and alone else others

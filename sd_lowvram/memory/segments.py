@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..compat.private import take_matrix_workspaces
 from .accounts import tracing
-from .limit import fraction_of, libraries_noted
+from .limit import fraction_of, take_workspaces
 
 
 class _Steps(NamedTuple):
@@ -69,8 +68,7 @@ def begin_stage(device: torch.device, steps_of: object | None = None, segment_by
     if torch.cuda.is_available():
         # Allocated before the tensors of the stage, the workspaces are at the start of a segment, as plans count them.
         # In the middle of a segment they would leave less than 10 MiB on either side.
-        with libraries_noted(device):
-            take_matrix_workspaces(device)
+        take_workspaces(device)
 
 
 def has_run_short(device: torch.device) -> bool:

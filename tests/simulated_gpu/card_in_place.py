@@ -56,6 +56,16 @@ def without_cycles(gpu: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
+def without_workspaces(gpu: Any) -> Iterator[None]:
+    """Free and forget cuBLAS' workspaces after a test: tensors of other tests would lie in their segments."""
+    yield
+    from sd_lowvram.memory import limit
+
+    gpu.kernels.forget()
+    limit._workspaces.clear()
+
+
+@pytest.fixture(autouse=True)
 def on_the_same_stream(gpu: Any) -> Iterator[None]:
     """Fail a test after which another stream than before is current: nothing of ours may leave one behind."""
     import torch

@@ -132,6 +132,24 @@ def test_what_no_plan_counts_is_added_and_is_gone_with_its_tensors(
     assert {tens(limit - left) for limit in calls.limits} == {200}
 
 
+def test_workspaces_that_are_taken_anew_are_planned_and_what_has_their_place_is_not(
+    gpu: Any, pipe: Any, planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(pipe)
+    room = rest_taken()
+    left = torch.cuda.memory_reserved()
+    monkeypatch.setattr(gpu.kernels, "matrix_bytes", 32 * MIB)
+    sd_lowvram.optimize(pipe, **planned)
+    tiny.run(pipe, size=SIZE)
+    gpu.kernels.forget()
+    others = [torch.empty(size, dtype=torch.uint8, device=GPU) for size in (32 * MIB, MIB)]
+    calls.limits.clear()
+    for _ in range(2):
+        tiny.run(pipe, size=SIZE)
+    assert {tens(each - left) for each in calls.limits} == {230}
+    del others, room
+
+
 def test_maps_of_a_controlnet_begin_no_run(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pipeline holds those of a step until it has the next ones."""
     counted: list[int] = []

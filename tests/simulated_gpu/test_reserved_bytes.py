@@ -218,14 +218,11 @@ def test_the_decoders_widest_maps_are_probed_where_there_is_room(
 
 
 @pytest.fixture
-def libraries(
-    gpu: Any, own_cache: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def libraries(gpu: Any, own_cache: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """That take what their name says for a convolution, and for matrix products what cuBLAS does."""
     monkeypatch.setattr(gpu.kernels, "workspace", request.param)
     monkeypatch.setattr(gpu.kernels, "matrix_bytes", CUBLAS_BYTES)
-    yield request.param
-    gpu.kernels.forget()
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("libraries", ["none"], indirect=True)
@@ -291,7 +288,6 @@ def test_segments_are_freed_between_stages_and_not_between_steps_of_a_run(gpu: A
         assert [cached_after_next(run) for _ in range(2)] == [200 * MIB] * 2  # as a step finds enough
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-        gpu.kernels.forget()  # workspaces, in whose segments tensors of other tests would lie
         torch.cuda.empty_cache()
 
 
@@ -317,7 +313,6 @@ def test_steps_that_ran_short_share_one_segment(gpu: Any, segment_mib: int, shar
         assert cached_after_next(150) == 0
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-        gpu.kernels.forget()
         torch.cuda.empty_cache()
 
 
