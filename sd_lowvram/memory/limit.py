@@ -15,7 +15,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -170,7 +170,7 @@ class _Card:
         storages = (tensor.untyped_storage() for tensor in tensors)
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages} | _live_buffers(self.index)
         if limits_reserved():
-            self.unplanned_bytes = _unplanned_bytes(self.index, sorted(sizes))
+            self.unplanned_bytes = _unplanned_bytes(self.index, sorted(sizes), _pools_of(components))
         else:
             self.unplanned_bytes = max(0, torch.cuda.memory_allocated(self.index) - sum(sizes.values()))
 
@@ -211,6 +211,26 @@ def _live_buffers(index: int) -> dict[int, int]:
         return {address: size for ref, at, address, size in _buffers if at == index and not ref.expired()}
 
 
+_pools: dict[tuple[int, int], weakref.ref[nn.Module]] = {}
+"""The model whose recorded passes have a memory pool to themselves, by the pool's number in torch's allocator."""
+
+
+def note_pool(pool: tuple[int, int], model: nn.Module) -> None:
+    """Note the memory pool of a model's recorded passes, which the plan of the model counts."""
+    _pools[pool] = weakref.ref(model)
+
+
+def forget_pool(pool: tuple[int, int]) -> None:
+    """Forget a memory pool whose recorded passes are freed."""
+    _pools.pop(pool, None)
+
+
+def _pools_of(models: Iterable[nn.Module]) -> set[tuple[int, int]]:
+    """Memory pools of the recorded passes of ``models``."""
+    numbers = set(map(id, models))
+    return {pool for pool, model in list(_pools.items()) if id(model()) in numbers}
+
+
 def take_workspaces(device: torch.device) -> None:
     """Make cuBLAS allocate its workspaces for this thread and the current stream, and note them as planned.
 
@@ -249,20 +269,24 @@ def _used_blocks(segment: Any) -> Iterator[tuple[int, int]]:
         address += block["size"]
 
 
-def _unplanned_bytes(index: int, planned: Sequence[int]) -> int:
+def _unplanned_bytes(index: int, planned: Sequence[int], pools: Collection[tuple[int, int]]) -> int:
     """Unplanned bytes: all of a segment that holds only unplanned blocks; of another segment, its unplanned blocks.
 
-    Segments of recorded passes count as planned, and so do workspaces of cuBLAS.
+    Workspaces of cuBLAS count as planned. A segment of a CUDA graph is planned or not as a whole: while the graph
+    exists, torch neither frees its unused segments nor gives them to others.
 
     Args:
         planned: sorted addresses of planned tensors.
+        pools: memory pools of planned recorded passes.
     """
     unplanned, segments = 0, _segments(index)
     in_use = _blocks_in_use(segments)
     noted = list(_workspaces.get(index, {}).values())
     workspaces = set().union(*(blocks for blocks in noted if blocks <= in_use))
     for one in segments:
-        if tuple(one.get("segment_pool_id", (0, 0))) != (0, 0):
+        pool = tuple(one.get("segment_pool_id", (0, 0)))
+        if pool != (0, 0):
+            unplanned += 0 if pool in pools else one["total_size"]
             continue
         blocks = list(_used_blocks(one))
         foreign = [block for block in blocks if block not in workspaces and not _is_within(planned, *block)]

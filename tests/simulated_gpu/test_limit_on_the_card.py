@@ -78,7 +78,7 @@ def unplanned() -> int:
     """Bytes that earlier tests have left in segments that cannot be freed, less workspaces, which plans count."""
     gc.collect()
     torch.cuda.empty_cache()
-    return limit._unplanned_bytes(0, [])
+    return limit._unplanned_bytes(0, [], [])
 
 
 def tens(size: int) -> int:
@@ -148,6 +148,24 @@ def test_workspaces_that_are_taken_anew_are_planned_and_what_has_their_place_is_
         tiny.run(pipe, size=SIZE)
     assert {tens(each - left) for each in calls.limits} == {230}
     del others, room
+
+
+def test_graphs_of_others_are_added_and_those_of_a_plan_are_not(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
+    calls = Calls(pipe)
+    room = rest_taken()
+    left = torch.cuda.memory_reserved()
+    sd_lowvram.optimize(pipe, settings=Settings(cuda_graphs=True), **planned)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(30 * MIB, dtype=torch.uint8, device=GPU)
+    for _ in range(2):
+        tiny.run(pipe, size=SIZE)
+    assert {tens(limit - left) for limit in calls.limits} == {230}
+    del graph
+    calls.limits.clear()
+    tiny.run(pipe, size=SIZE)
+    assert {tens(limit - left) for limit in calls.limits} == {200}
+    del room
 
 
 def test_maps_of_a_controlnet_begin_no_run(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...compat.private import tree_flatten, tree_unflatten
 from ...devices.this_machine import RECORDED
 from ...errors import NoSiteError, SettingsError
+from ...memory.limit import forget_pool, note_pool
 from ...memory.pinned import recording
 from ...models.anatomy import Anatomy
 from ...patches import Patch, wrap
@@ -119,16 +120,18 @@ class Recordings(CapturedCalls):
         return original(*args, **kwargs)
 
     def forget(self) -> None:
-        had = self._pool is not None
+        pool, self._pool = self._pool, None
         super().forget()
-        self._pool = None
-        if had:
+        if pool is not None:
+            forget_pool(pool)
             torch.cuda.empty_cache()  # the allocator gives memory of a recording's pool to nothing else
 
     def capture(self, call: Call) -> Replay:
         device = call.tensors[0].device
         with torch.cuda.device(device):
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+                note_pool(self._pool, self._model)
             # Outside inference mode no inference tensor can be written to.
             with torch.inference_mode(False), torch.no_grad():
                 leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
