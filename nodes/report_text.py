@@ -162,7 +162,8 @@ def _details(record: PlanRecord, peaks: Mapping[str, int]) -> Iterator[str]:
     if record.step_seconds:
         predicted = sum(record.step_calls) * _seconds_a_call(record)
         whole = f"{format_time(sum(record.step_seconds))} measured, {format_time(predicted)} predicted"
-        yield f"{len(record.step_seconds)} steps ran: {whole}"
+        first = f", the first {format_time(record.step_seconds[0])}" if len(record.step_seconds) > 1 else ""
+        yield f"{len(record.step_seconds)} steps ran: {whole}{first}"
     yield from _reserved_lines(record)
     if peaks and request.device.type == "cpu":
         both = (f"{name} {format_size(stage_of(plan, name).held_bytes)}" for name, plan in record.plans.items())

@@ -122,6 +122,8 @@ def _calibration(measured: dict[str, Any]) -> Any:
     if rates["queued"]:
         table.add_row("an operation in strips", f"{rates['strip_launches']:.2g} operations")
         table.add_row("replaying, a module", f"{rates['replay_launches']:.2g} operations")
+    if rates["loading_seconds"]:
+        table.add_row("loading libraries and kernels", f"{rates['loading_seconds']:.1f} s")
     for name, ratio in measured["kernels"].items():
         table.add_row(name, f"{ratio:.2f} times as fast as torch's operators")
     compiling = measured["compile"]

@@ -104,8 +104,16 @@ def _planned_time(result: dict[str, Any]) -> str:
     predicted = result.get("plan", {}).get("predicted")
     if predicted is None:
         return ""
-    later = "" if result["plan"]["request"]["device"] == "cpu" else " for a picture after the first"
-    return f" (planned: {format_time(predicted['seconds'])}{later})"
+    planned = f"planned: {format_time(predicted['seconds'])}"
+    if result["plan"]["request"]["device"] != "cpu":
+        longer = result["seconds"]["first_step"]
+        first = f"the prompt and the first step took {format_time(longer)} longer than another step"
+        planned += " for a picture after the first" + (f"; {first}" if longer >= _SHOWN_SECONDS else "")
+    return f" ({planned})"
+
+
+_SHOWN_SECONDS = 0.1
+"""The least time by which a first step is said to take longer."""
 
 
 def _peak(result: dict[str, Any]) -> str:

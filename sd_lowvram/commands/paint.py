@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import shlex
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -110,9 +112,9 @@ def finish(
     shown = previews(pipe, job, preview, files, console)  # a map of colours is fitted while all weights are here
     plan = plan_job(job, pipe, device, console)
     planned = time.perf_counter()
-    safety = safety_of(job, pipe, images, files, precaution)
+    safety, ends = safety_of(job, pipe, images, files, precaution), list[float]()
     with _report_latents(safety.path), shown:
-        pictures, taken = measured_run(job, pipe, plan, lambda: run(job, pipe, images, console, safety))
+        pictures, taken = measured_run(job, pipe, plan, lambda: run(job, pipe, images, console, safety, ends))
         plan = plan_of(pipe)  # a leaner one, where the device ran out of memory
         values = parameters(job, pipe, plan, kernels_before(precaution.start))
         for number, (picture, file) in enumerate(zip(pictures, files, strict=True)):
@@ -121,6 +123,7 @@ def finish(
     if not precaution.keep:
         safety.path.unlink(missing_ok=True)
     seconds = {"load": loaded - started, "plan": planned - loaded, "run": time.perf_counter() - planned}
+    seconds["first_step"] = _first_step(ends)
     if job.memory_plot and taken:
         draw(job.memory_plot, pipe, plan, taken)
     return {
@@ -135,6 +138,16 @@ def finish(
         "measured": taken and taken.as_dict(),
         "memory_plot": job.memory_plot and str(job.memory_plot),
     }
+
+
+def _first_step(ends: list[float]) -> float:
+    """Seconds by which the prompt and the first step took longer than another step; 0 if there is no other.
+
+    Args:
+        ends: when the run began, and when each step ended.
+    """
+    first, *others = [after - before for before, after in itertools.pairwise(ends)] or [0.0]
+    return max(0.0, first - statistics.median(others)) if others else 0.0
 
 
 def safety_of(job: Job, pipe: Any, images: dict[str, Any], files: list[Path], precaution: Precaution) -> Safety:
@@ -304,11 +317,19 @@ def plan_job(job: Job, pipe: Any, device: torch.device, console: Console, pictur
     return plan
 
 
-def run(job: Job, pipe: Any, images: dict[str, Any], console: Console, safety: Safety | None = None) -> list[Any]:
+def run(
+    job: Job,
+    pipe: Any,
+    images: dict[str, Any],
+    console: Console,
+    safety: Safety | None = None,
+    ends: list[float] | None = None,
+) -> list[Any]:
     """The pictures of ``job``, by what is attached to ``pipe``.
 
     Args:
         safety: where its latents are saved during the run; None: nowhere.
+        ends: takes the time at which the run begins, and those at which its steps end.
     """
     import torch
     from PIL import Image
@@ -325,23 +346,28 @@ def run(job: Job, pipe: Any, images: dict[str, Any], console: Console, safety: S
     # On the CPU, so that a seed means the same picture on every device.
     seeds = [torch.Generator("cpu").manual_seed(((job.seed or 0) + n) % 2**64) for n in range(job.batch)]
     keeping = keep_latents(pipe, seeds, safety) if safety else contextlib.nullcontext()
+    times = [] if ends is None else ends
     with drawn_in_float32(), Bars(console, shown=not console.quiet).running() as bars, keeping as keeper:
         result = pipe(
             prompt=[job.prompt] * job.batch, generator=seeds, num_inference_steps=job.steps,
             **guidance_arguments(job, pipe),
-            callback_on_step_end=_step_callback(job.steps_run, bars.update, keeper), **extra,
+            callback_on_step_end=_step_callback(job.steps_run, bars.update, keeper, times), **extra,
         )  # fmt: skip
     heed_interrupts()
     return list(result.images)
 
 
 def _step_callback(
-    steps: int, update: Callable[[str, int, int], None], keeper: Keeper | None
+    steps: int, update: Callable[[str, int, int], None], keeper: Keeper | None, ends: list[float]
 ) -> Callable[..., dict[str, Any]]:
-    """A pipeline's callback: moves the bar, keeps the latents, and stops where they are no numbers any more."""
+    """A pipeline's callback: moves the bar, keeps the latents, and stops where they are no numbers any more.
+
+    It appends the present time to ``ends``, and the time at which each step ends.
+    """
     from ..saved_latents.keeping import nan_error
 
     update("steps", 0, steps)
+    ends.append(time.perf_counter())
 
     def end_step(pipe: Any, step: int, _: Any, values: dict[str, Any]) -> dict[str, Any]:
         calls = max(getattr(pipe, "num_timesteps", None) or 0, steps)  # more than steps with plms, heun and the like
@@ -351,6 +377,7 @@ def _step_callback(
         elif not values["latents"].isfinite().all():
             raise nan_error(done, steps)
         heed_interrupts()
+        ends.append(time.perf_counter())
         update("steps", done, steps)
         return values
 

@@ -11,7 +11,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -59,7 +60,9 @@ def calibrate(device: torch.device) -> Rates:
 
     on_cpu = device.type == "cpu"
     shared = _share_of_others()
-    with torch.inference_mode():
+    is_first = device.type == "cuda" and not torch.cuda.memory_reserved(device)
+    loading: list[float] = []
+    with torch.inference_mode(), _loading_noted(loading):
         single = _matrix_rate(device, torch.float32, small=False)
         reading, reordering = reading_rates(device)
         bandwidth = _addition_rate(device)
@@ -82,7 +85,7 @@ def calibrate(device: torch.device) -> Rates:
             group_seconds=0.0 if on_cpu else _group_seconds(device, bandwidth),
             layer_launches=LAYER_ON_CPU if on_cpu else Rates.layer_launches,
         )
-    return dataclasses.replace(rates, source=_source(shared()))
+    return dataclasses.replace(rates, source=_source(shared()), loading_seconds=sum(loading) if is_first else 0.0)
 
 
 def _share_of_others() -> Callable[[], float]:
@@ -130,15 +133,31 @@ def fastest_seconds(run: Callable[[], object], device: torch.device, rounds: int
     calls = 1 if device.type == "cpu" else _QUEUED
     # What a computation of one thread took does not depend on who else computes; of several, only the wall knows.
     alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock, best = time.process_time if alone else time.perf_counter, float("inf")
+    clock, best, first = time.process_time if alone else time.perf_counter, float("inf"), 0.0
     for turn in range(rounds + 1):
         _wait(device)
         start = clock()
         for _ in range(calls):
             run()
         _wait(device)
-        best = min(best, (clock() - start) / calls) if turn else best
+        took = clock() - start
+        first, best = (first, min(best, took / calls)) if turn else (took, best)
+    if (noted := _loading.get()) is not None:
+        noted.append(max(0.0, first - calls * best))
     return max(best, 1e-9)
+
+
+_loading: ContextVar[list[float] | None] = ContextVar("loading", default=None)
+
+
+@contextlib.contextmanager
+def _loading_noted(noted: list[float]) -> Iterator[None]:
+    """Append to ``noted``, for each measurement within the block, by how many seconds its first run was longer."""
+    before = _loading.set(noted)
+    try:
+        yield
+    finally:
+        _loading.reset(before)
 
 
 def _wait(device: torch.device) -> None:

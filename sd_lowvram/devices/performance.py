@@ -87,6 +87,8 @@ class Rates:
             it.
         replay_launches: host time while a recorded pass runs, in launches for each module of the model, which are
             looked through.
+        loading_seconds: by which the first runs of a process took longer than later ones: libraries and kernels are
+            loaded. 0: not measured.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Rates:
     layer_launches: float = 2.2
     strip_launches: float = 1.0
     replay_launches: float = 0.22
+    loading_seconds: float = 0.0
 
     def seconds(self, cost: Run, element_size: int, launched: float | None = None) -> float:
         """Time of one run of a stage whose arithmetic is in elements of ``element_size`` bytes.

@@ -133,8 +133,8 @@ def reasons(request: Request, best: Candidate, following: Candidate | None, abou
     yield from _weight_reasons(request, best, about)
     yield from _speed_reasons(request, best, about)
     if request.device.type != "cpu":
-        known = request.pace.first_seconds if request.rates.name in _PUBLISHED_FIRST else None
-        yield Reason(Kind.FIRST_PICTURE, more_seconds=known)
+        published = request.pace.first_seconds if request.rates.name in _PUBLISHED_FIRST else None
+        yield Reason(Kind.FIRST_PICTURE, more_seconds=published, loading_seconds=request.rates.loading_seconds)
     yield from _limit_reason(request)
     if best.seconds >= LONG:
         longest = max(best.stages, key=lambda stage: stage.seconds)

@@ -42,6 +42,21 @@ def test_calibration_measures_something_of_everything() -> None:
     assert 0 <= measured.launch_seconds < 0.01
 
 
+def test_first_runs_are_measured_where_they_take_longer() -> None:
+    computes, noted = [0.2], list[float]()
+
+    def run() -> None:
+        end = time.process_time() + (computes.pop() if computes else 0.0)
+        while time.process_time() < end:
+            pass
+
+    with calibration._loading_noted(noted):
+        calibration.fastest_seconds(run, CPU)
+    assert 0.1 < sum(noted) < 2
+    calibration.fastest_seconds(lambda: None, CPU)
+    assert len(noted) == 1
+
+
 def test_group_norms_time_beyond_its_bytes_is_that_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     elements = 128 * 512 * 512
     seconds = 4 * elements / 1e12 + 1e-3

@@ -901,7 +901,7 @@ def test_the_report_tells_the_run_that_was(pack, model, vae) -> None:
     text = report(pack, record)
     assert "the run before" not in text
     assert "2 steps" in text.splitlines()[0] and "30 steps" not in text
-    assert any(line.startswith("2 steps ran: ") and "measured, " in line for line in text.splitlines())
+    assert re.search(r"^2 steps ran: .* measured, .* predicted, the first .* s$", text, re.M)
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("a step", "decode "))}
     short = text.split("\n\n")[1].splitlines()  # behind the sentence; the details are folded away
     assert [line.split()[0] for line in short] == ["predicted", "a", "decode"] and max(map(len, short)) <= 72

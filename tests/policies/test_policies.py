@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,21 @@ def test_diffusers_own_ways_take_what_was_measured_of_them(name: str, step: floa
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu", "longer"), [("compvis", "rtx2070", 6.66), ("compvis", "h100", None), (None, "rtx2070", None)]
+    ("name", "gpu", "longer", "loading"),
+    [
+        ("compvis", "rtx2070", 6.66, 0.0),
+        ("compvis", "h100", None, 0.0),
+        (None, "rtx2070", None, 0.0),
+        (None, "rtx3060", None, 2.5),
+    ],
 )
-def test_a_plan_says_which_picture_its_seconds_are_of(pipe: Any, name: str | None, gpu: str, longer: Any) -> None:
+def test_a_plan_says_which_picture_its_seconds_are_of(
+    pipe: Any, name: str | None, gpu: str, longer: Any, loading: float
+) -> None:
     anatomy = anatomy_of(pipe)
     settings = sd_lowvram.Settings.policy(name or "ours")
     request = request_by(name, anatomy, gpu=gpu, width=64, height=64, ram=GIB)
+    request = dataclasses.replace(request, rates=dataclasses.replace(request.rates, loading_seconds=loading))
     (told,) = select_kinds(make_plan(anatomy, request, settings, least=False).reasons, Kind.FIRST_PICTURE)
-    assert told.values == {"more_seconds": longer} and ("RTX 2070" in told) == (longer is not None)
+    assert told.values == {"more_seconds": longer, "loading_seconds": loading}
+    assert ("RTX 2070" in told) == (longer is not None) and ("by about 2.5 s" in told) == bool(loading)
