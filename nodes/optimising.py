@@ -26,7 +26,7 @@ class LowVRAM:
 
     DESCRIPTION = (
         "Keeps model and VAE within a VRAM budget, with the same picture. Uses the fastest settings that fit the "
-        "picture's size, and shows peak and time before the run."
+        "picture's size, and shows memory and time before the run."
     )
     CATEGORY = CATEGORY
     SEARCH_ALIASES = ALIASES

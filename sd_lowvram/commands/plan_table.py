@@ -33,17 +33,17 @@ def show(console: Console, plan: dict[str, Any]) -> None:
 def show_sizes(console: Console, plans: dict[str, Any]) -> None:
     """The largest size of every ratio."""
     some = next(plan for plan in plans.values() if plan)
-    table = Table("", "largest size", "peak", "RAM", "time", title=f"in {format_size(some['request']['vram'])}")
+    table = Table("", "largest size", "needed", "RAM", "time", title=f"in {format_size(some['request']['vram'])}")
     for name, plan in plans.items():
         if plan is None:
             table.add_row(name, "none fits", "", "", "")
             continue
         request, predicted = plan["request"], plan["predicted"]
         size = f"{request['width']}x{request['height']}"
-        needed = format_size(predicted["peak_bytes"] + predicted["overhead_bytes"])
-        table.add_row(name, size, needed, format_size(predicted["host_bytes"]), format_time(predicted["seconds"]))
+        needed, ram = (format_size(nbytes) for nbytes in (shown.needed_bytes(predicted), predicted["host_bytes"]))
+        table.add_row(name, size, needed, ram, format_time(predicted["seconds"]))
     console.print(table)
-    console.print(f"peaks include the driver's share; {some['request']['steps']} steps", highlight=False)
+    console.print(f"needed: reserved, with the driver's share; {some['request']['steps']} steps", highlight=False)
     if "counted" in some:
         console.print(f"counted as {some['counted']}", highlight=False)
     console.print(f"rates: {some['rates']}", style="dim", highlight=False)

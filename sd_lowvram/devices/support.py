@@ -39,7 +39,7 @@ _CPU = Support("CPU", TESTED, "every test runs on CPUs, with RAM in place of VRA
 _CUDA = Support(
     "NVIDIA GPU",
     SIMULATED,
-    "run for half an hour on an H100: same bits, peaks as predicted; otherwise tested on a simulated GPU",
+    "run for half an hour on an H100: same bits, allocated bytes as predicted; otherwise tested on a simulated GPU",
 )
 _ROCM = Support(
     "AMD GPU (ROCm)",

@@ -17,7 +17,7 @@ class AttentionKnobs:
         label="Attention",
         help="way to compute attention, in which all parts of the picture see each other: sdpa picks the fastest "
         "kernel; sliced and fused-softmax limit its memory",
-        when="large pictures, if attention is the peak; sliced takes more time, fused-softmax even more",
+        when="large pictures, if attention needs most; sliced takes more time, fused-softmax even more",
         choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced", "triton", "cudnn"),
         fidelity=ROUNDING,
         stages=ATTENDING,

@@ -49,8 +49,13 @@ def headline(plan: dict[str, Any]) -> str:
     predicted = plan["predicted"]
     if predicted is None:
         return verdict(plan)
-    needed = predicted["reserved_bytes"] + predicted["overhead_bytes"]
-    return f"fits: {format_share(needed, plan['request']['vram'])}, {format_time(predicted['seconds'])}"
+    share = format_share(needed_bytes(predicted), plan["request"]["vram"])
+    return f"fits: {share}, {format_time(predicted['seconds'])}"
+
+
+def needed_bytes(predicted: dict[str, Any]) -> int:
+    """Return the bytes of the budget that are enough: reserved ones and the driver's share."""
+    return int(predicted["reserved_bytes"] + predicted["overhead_bytes"])
 
 
 def peak_of_budget(plan: dict[str, Any]) -> str:
@@ -64,8 +69,8 @@ def peak_of_budget(plan: dict[str, Any]) -> str:
 
 def most_reserved_bytes(predicted: dict[str, Any], budget: int) -> int:
     """Return the most bytes that are reserved, with the driver's share; beyond ``budget`` torch frees what it can."""
-    needed, kept = (predicted[name] + predicted["overhead_bytes"] for name in ("reserved_bytes", "kept_bytes"))
-    return int(max(needed, min(kept, budget)))
+    kept = predicted["kept_bytes"] + predicted["overhead_bytes"]
+    return max(needed_bytes(predicted), int(min(kept, budget)))
 
 
 def verdict(plan: dict[str, Any]) -> str:

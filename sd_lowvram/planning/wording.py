@@ -266,7 +266,7 @@ _SENTENCES: dict[Kind, Callable[..., str]] = {
     ),
     Kind.PACKED: _packed_text,
     Kind.ATTENTION_UNKNOWN: lambda: (
-        "the workspace of cuDNN's attention is not in the peak: `doctor --calibrate` on the GPU measures it"
+        "the workspace of cuDNN's attention is not counted: `doctor --calibrate` on the GPU measures it"
     ),
     Kind.FIRST_PICTURE: _first_picture,
     Kind.SLOW: _slow,

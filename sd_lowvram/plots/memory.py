@@ -160,7 +160,7 @@ def _decorate(axes: Any, plan: Any, measured: Any, top: int) -> None:
         handles.append(Patch(**colour, label=f"host memory, up to {format_size(predicted.host_bytes)}"))
     if measured is not None:
         peak = format_size(measured.peak_bytes)
-        handles.append(Line2D([], [], color=MEASURED, label=f"measured{', all' if both else ''}: peak {peak}"))
+        handles.append(Line2D([], [], color=MEASURED, label=f"measured{', all' if both else ''}: at most {peak}"))
     label = f"budget {format_size(request.vram)}{' without host memory' if both else ''}"
     if predicted.overhead_bytes:
         label += f" less {format_size(predicted.overhead_bytes)} overhead"
