@@ -56,7 +56,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"# {_TITLES[report['model']]} on cards, predicted"
     yield ""
     yield (
-        f"Squares in fp16, {report['steps']} steps with guidance: time and peak as plans predict them for all of a "
+        f"Squares in fp16, {report['steps']} steps with guidance: time and memory as plans predict them for all of a "
         f"card's memory, and the RAM in which weights and activations wait, of {_RAM / GIB:.0f} GiB (none if it is "
         "not listed). The time is that of a picture after the first, which takes longer. Nothing ran on a card."
     )

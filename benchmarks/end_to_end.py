@@ -167,10 +167,10 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "Each run in a process of its own; no GPU was at hand. *Held* is "
-        "what torch's allocator saw at the peak, device and host memory together, and what the plan predicted of it. "
+        "the most that torch's allocator saw, device and host memory together, and what the plan predicted of it. "
         "Seconds are those of the processor over the threads, so that other programs do not count; planned ones from "
         "a calibration just before. The rival is the next faster candidate that the search rejected; what it held on "
-        "the device is what it held less what was planned to wait in host memory. Misses are marked: peaks off by "
+        "the device is what it held less what was planned to wait in host memory. Misses are marked: bytes off by "
         f"more than {PEAK_TOLERANCE:.0%}, times off by more than a factor of {TIME_TOLERANCE}."
     )
     for model, case in cases(report):

@@ -158,7 +158,7 @@ def lines(report: Report) -> Iterable[str]:
 _SHEET = Sheet(
     "Other programs and ours on one checkpoint",
     "{model}, {size}x{size}, {steps} steps, on {device} with {threads} threads, each in a process of its own. "
-    "*Process*: its peak beyond what it held before the model was loaded. *Allocator*: the peak of all tensors, "
+    "*Process*: the most beyond what it held before the model was loaded. *Allocator*: the most of all tensors, "
     "weights and what waits in host memory included. *Differs*: from the picture of diffusers as it is, the largest "
     f"difference of 8-bit values and the share of pixels. Seconds: medians of {_RUNS} pictures.",
     (

@@ -79,15 +79,15 @@ def _bound(row: Row) -> str:
 
 lines = Sheet(
     "The least memory that lossless settings need",
-    """Nothing ran on a GPU: peaks are traced, times those of the {card} profile for
+    """Nothing ran on a GPU: allocated bytes are traced, times those of the {card} profile for
 30 steps with these smallest settings, which nobody would choose with more memory. fp16, batch 1, with guidance. *In
-segments* is what the allocator takes for the peak and the libraries' workspaces, of a stated size, which the bound is
+segments* is what the allocator takes for these and the libraries' workspaces, of a stated size, which the bound is
 for; *least budget* counts the driver's share too, another stated default. *In host memory* with weights in ordinary
 memory, and with weights left in a mapped file. *Searching* is processor time.""",
     (
         ("model", "{model}"),
         ("size", "{size}x{size}"),
-        ("least peak", _size("minimum_peak_bytes")),
+        ("least allocated", _size("minimum_peak_bytes")),
         ("in segments", _size("minimum_reserved_bytes")),
         ("bound", _bound),
         ("least budget", _size("minimum_vram_bytes")),

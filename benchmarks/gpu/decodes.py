@@ -78,7 +78,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "## Decodes"
     yield ""
     yield "Two decodes in a row by an autoencoder alone, in fp16, with random weights. *First*, *second*: between the"
-    yield "events around the call; *host*: until the second call returned. *Allocated*, *reserved*: peaks of torch's"
+    yield "events around the call; *host*: until the second call returned. *Allocated*, *reserved*: the most of torch's"
     yield "allocator. *Bits*: compared with a decode with all on the GPU; else the largest difference of pixels."
     yield ""
     yield from rows_table(_COLUMNS, part["rows"], of=3)

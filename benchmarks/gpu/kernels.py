@@ -165,8 +165,8 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "Kernels in Triton next to torch's own operators. *Error*: relative, to float64; *no worse*: at most half as"
     yield f"much again as torch's in the same type. *Same bits*: in {_RUNS} runs. *Times as fast*: ratio of medians of"
-    yield "runs in turn. *Host*: until the call returned; *device*: between the events around it. *Peak*: above the"
-    yield "arguments."
+    yield "runs in turn. *Host*: until the call returned; *device*: between the events around it. *Allocated*: above"
+    yield "the arguments."
     yield ""
     yield from rows_table(_KERNELS, (row for row in _kernels(part["rows"]) if "failed" not in row), of=2)
     yield ""
@@ -187,7 +187,7 @@ _KERNELS: Columns = (
     *pair_columns("torch's, ms", "this, ms", "{:.2f}", 1e-3),
     ("host ms", ms("host_seconds")),
     ("device ms", ms("device_seconds")),
-    ("peak MiB", mib("measured_bytes", "{:.1f}")),
+    ("allocated MiB", mib("measured_bytes", "{:.1f}")),
     ("torch's MiB", mib("torch_bytes", "{:.1f}")),
 )
 
@@ -205,5 +205,5 @@ _PASSES: Columns = (
     ("times as fast", _ratio),
     ("host ms", ms("host_seconds")),
     ("device ms", ms("device_seconds")),
-    ("peak MiB", mib("peak_bytes")),
+    ("allocated MiB", mib("peak_bytes")),
 )

@@ -129,7 +129,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     if ran:
         apart = [100 * (row["predicted_bytes"] / (row["measured_bytes"] - row["library_bytes"]) - 1) for row in ran]
         enough = sum(row["reserved_bytes"] - row["library_bytes"] <= row["predicted_reserved_bytes"] for row in ran)
-        yield f"{sum(row['within'] for row in ran)} of {len(ran)} peaks as predicted"
+        yield f"{sum(row['within'] for row in ran)} of {len(ran)} plans allocated as predicted"
         yield f"off by {min(apart):+.1f} to {max(apart):+.1f} %"
         yield f"the allocator took at most what the plan says in {enough}, of a card that had more"
         yield f"{sum(row.get('overhead_measured', False) for row in ran)} by measured workspaces"
@@ -137,7 +137,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
-    yield "## Peaks"
+    yield "## Allocated bytes"
     yield ""
     yield "Plans at budgets from the least that works to the one of everything resident, two steps each. *Measured* is"
     yield "the largest `torch.cuda.max_memory_allocated` of any stage; cuBLAS' workspace, a part of the overhead, is"

@@ -68,9 +68,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in (row for row in rows if "step_seconds" in row):
         bits = "the bits of the resident run" if row["same_bits"] else f"latents {_off(row)}"
         yield (
-            f"{row['model']} at {row['side']} in {row['vram'] / GIB:g} GiB: {bits}, peak off by {difference(row)}, a "
-            f"step of {row['step_seconds']:.2f} s, predicted {row['predicted_step_seconds']:.2f}, resident "
-            f"{row['resident_step_seconds']:.2f}"
+            f"{row['model']} at {row['side']} in {row['vram'] / GIB:g} GiB: {bits}, allocated bytes off by "
+            f"{difference(row)}, a step of {row['step_seconds']:.2f} s, predicted {row['predicted_step_seconds']:.2f}, "
+            f"resident {row['resident_step_seconds']:.2f}"
         )
 
 
@@ -79,8 +79,8 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "## Today's models whole"
     yield ""
     yield f"In bf16, {_STEPS} steps by the plan for the budget next to a run with all weights on the card; random"
-    yield "weights, embeddings in a text encoder's place. *Measured*: as under Peaks, decode and all. *Off*: latents,"
-    yield "relative to those of the resident run."
+    yield "weights, embeddings in a text encoder's place. *Measured*: as under Allocated bytes, decode and all."
+    yield "*Off*: latents, relative to those of the resident run."
     yield ""
     yield from rows_table(_COLUMNS, part["rows"], of=2)
 

@@ -331,8 +331,8 @@ def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "Tiny random models on a CPU. *Calls*: how many calls of models a real run makes. A rehearsal records the"
     yield "same components, methods, shapes and types in the same order, or the cell shows what differs. *Half*:"
     yield "likewise in fp16 and bf16, each with a prompt of 2 and of 56 words. *Plenty, half, least*: budgets; the"
-    yield "last is the smallest that the plan names. The cell has the allocator's peak over the planned peak, and `=`"
-    yield "for the bits of a plain run, or the largest difference over the largest value."
+    yield "last is the smallest that the plan names. The cell has the most allocated bytes over the planned ones, and"
+    yield "`=` for the bits of a plain run, or the largest difference over the largest value."
     yield ""
     yield from (f"- {sentence}" for sentence in _sums(ran, plans))
     yield ""
@@ -365,7 +365,7 @@ def _sums(ran: list[dict[str, Any]], plans: list[dict[str, Any]]) -> Iterator[st
     pictures, films = len(kinds - {*FILMS}), len(kinds & {*FILMS})
     yield f"Within budgets: {pictures} classes of pictures and {films} of films, {len(runs)} runs."
     yield f"Results: {same} plain up to rounding, {bits} of them to the bit."
-    yield f"Peaks: {kept} within the plan and 2 % or 2 MiB, {within} within 2 %."
+    yield f"Allocated bytes: {kept} within the plan and 2 % or 2 MiB, {within} within 2 %."
     yield f"Restored bit for bit: {sum(row.get('restored', False) for row in plans)} of {len(plans)}."
 
 

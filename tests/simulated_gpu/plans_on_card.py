@@ -191,7 +191,7 @@ _REAL_HEAD = """# Plans on an H100 limited to their size
 
 Full-size models of random weights, everything computed, two steps and a decode. torch's allocator may take just the
 bytes that the plan says (`set_per_process_memory_fraction`), a plan by what was calibrated on this card; ten processes
-side by side (`tests/simulated_gpu/plans_on_card.py` printed the rows). *Peak* is without the workspaces of cuBLAS.
+side by side (`tests/simulated_gpu/plans_on_card.py` printed the rows). *Allocated* is without the workspaces of cuBLAS.
 Budgets from the least (0) to the plain model's (1); MiB. A plan that ran out went on, with all that was cached given
 back or with a leaner plan, and said so.
 """
@@ -199,8 +199,8 @@ _REAL_FOOT = """
 Of the seven that ran out, four had recorded passes: what libraries keep for the stream of a recording lay next to the
 decode, uncounted. Two began a step among segments cut up by the step before, as nothing showed that a process
 limited to a part of a card is short. Both are mended, and the six ran when they ran again (below). The seventh, with
-a ControlNet, ran out again; on the simulated card such a decode finds residuals scattered over segments. Peaks of
-least plans are up to 16 MiB above what is planned. In other runs' traces cuDNN takes 15 MiB for maps of some
+a ControlNet, ran out again; on the simulated card such a decode finds residuals scattered over segments. Least
+plans allocate up to 16 MiB more than planned. In other runs' traces cuDNN takes 15 MiB for maps of some
 heights and widths, which calibration did not try and does since: least plans that ran again hold 1 to 8 MiB more.
 
 ## Again
@@ -208,7 +208,7 @@ heights and widths, which calibration did not try and does since: least plans th
 The seven, and thirteen of sixteen others that were drawn anew, nine processes side by side.
 """
 _HEADS = (
-    "model", "size", "batch", "from", "budget", "peak planned", "peak", "reserved planned", "reserved", "ran",
+    "model", "size", "batch", "from", "budget", "allocated planned", "allocated", "reserved planned", "reserved", "ran",
 )  # fmt: skip
 
 
