@@ -164,13 +164,13 @@ class _Card:
             torch.cuda.empty_cache()
         components = [part for bound in list(self.plans) for part in bound.components]
         here = torch.device("cuda", self.index)
-        if limits_reserved():
-            take_workspaces(here)
         tensors = [tensor for tensor in (*all_tensors(*components), *inputs) if tensor.device == here]
         storages = (tensor.untyped_storage() for tensor in tensors)
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages} | _live_buffers(self.index)
         if limits_reserved():
-            self.unplanned_bytes = _unplanned_bytes(self.index, sorted(sizes), _pools_of(components))
+            take_workspaces(here)
+            pools = {pool for model in components for pool in _pools.get(model, ())}
+            self.unplanned_bytes = _unplanned_bytes(self.index, sorted(sizes), pools)
         else:
             self.unplanned_bytes = max(0, torch.cuda.memory_allocated(self.index) - sum(sizes.values()))
 
@@ -192,7 +192,7 @@ _buffers_lock = threading.Lock()
 atexit.register(_buffers.clear)  # a reference cannot be freed once torch's modules are gone
 
 _workspaces: dict[int, dict[tuple[int, int], set[tuple[int, int]]]] = {}
-"""Addresses and bytes of cuBLAS' workspaces by GPU, then by thread and stream, as cuBLAS has them; plans count them."""
+"""Addresses and bytes of the workspaces that planned calls made cuBLAS allocate, by GPU, then by thread and stream."""
 
 
 def note_buffer(buffer: Tensor) -> None:
@@ -211,30 +211,23 @@ def _live_buffers(index: int) -> dict[int, int]:
         return {address: size for ref, at, address, size in _buffers if at == index and not ref.expired()}
 
 
-_pools: dict[tuple[int, int], weakref.ref[nn.Module]] = {}
-"""The model whose recorded passes have a memory pool to themselves, by the pool's number in torch's allocator."""
+_pools: weakref.WeakKeyDictionary[nn.Module, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
+"""Numbers, in torch's allocator, of the memory pools that recorded passes of a model have or had.
+
+A library's workspace may stay in a pool whose recordings are freed. torch gives no number twice.
+"""
 
 
 def note_pool(pool: tuple[int, int], model: nn.Module) -> None:
     """Note the memory pool of a model's recorded passes, which the plan of the model counts."""
-    _pools[pool] = weakref.ref(model)
-
-
-def forget_pool(pool: tuple[int, int]) -> None:
-    """Forget a memory pool whose recorded passes are freed."""
-    _pools.pop(pool, None)
-
-
-def _pools_of(models: Iterable[nn.Module]) -> set[tuple[int, int]]:
-    """Memory pools of the recorded passes of ``models``."""
-    numbers = set(map(id, models))
-    return {pool for pool, model in list(_pools.items()) if id(model()) in numbers}
+    _pools.setdefault(model, []).append(pool)
 
 
 def take_workspaces(device: torch.device) -> None:
     """Make cuBLAS allocate its workspaces for this thread and the current stream, and note them as planned.
 
-    torch may have freed those of before, of all threads and streams at once, and given their memory to others.
+    Those that it has already stay what they are: noted, or unplanned because another program's product took them. torch
+    may have freed those that were noted before, and given their memory to others.
     """
     if not limits_reserved():
         take_matrix_workspaces(device)
@@ -244,11 +237,8 @@ def take_workspaces(device: torch.device) -> None:
     take_matrix_workspaces(device)
     if torch.cuda.memory_allocated(index) == allocated:
         return
-    owner = threading.get_ident(), stream_handle(index)
-    noted = _workspaces.setdefault(index, {})
-    if owner in noted:
-        noted.clear()
-    noted[owner] = _blocks_in_use(_segments(index)) - before
+    taken = _blocks_in_use(_segments(index)) - before
+    _workspaces.setdefault(index, {})[threading.get_ident(), stream_handle(index)] = taken
 
 
 def _segments(index: int) -> list[Any]:
@@ -272,18 +262,15 @@ def _used_blocks(segment: Any) -> Iterator[tuple[int, int]]:
 def _unplanned_bytes(index: int, planned: Sequence[int], pools: Collection[tuple[int, int]]) -> int:
     """Unplanned bytes: all of a segment that holds only unplanned blocks; of another segment, its unplanned blocks.
 
-    Workspaces of cuBLAS count as planned. A segment of a CUDA graph is planned or not as a whole: while the graph
-    exists, torch neither frees its unused segments nor gives them to others.
+    Workspaces of cuBLAS that planned calls took count as planned. A segment of a private pool, such as that of a CUDA
+    graph, is planned or not as a whole: torch gives it to nothing else.
 
     Args:
         planned: sorted addresses of planned tensors.
         pools: memory pools of planned recorded passes.
     """
-    unplanned, segments = 0, _segments(index)
-    in_use = _blocks_in_use(segments)
-    noted = list(_workspaces.get(index, {}).values())
-    workspaces = set().union(*(blocks for blocks in noted if blocks <= in_use))
-    for one in segments:
+    unplanned, workspaces = 0, set().union(*list(_workspaces.get(index, {}).values()))
+    for one in _segments(index):
         pool = tuple(one.get("segment_pool_id", (0, 0)))
         if pool != (0, 0):
             unplanned += 0 if pool in pools else one["total_size"]

@@ -150,10 +150,14 @@ def test_workspaces_that_are_taken_anew_are_planned_and_what_has_their_place_is_
     del others, room
 
 
-def test_graphs_of_others_are_added_and_those_of_a_plan_are_not(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
+def test_graphs_of_others_are_added_and_those_of_a_plan_are_not(
+    gpu: Any, pipe: Any, planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workspace of a recording's products stays in its pool once the recording is freed, before the decode."""
     calls = Calls(pipe)
     room = rest_taken()
     left = torch.cuda.memory_reserved()
+    monkeypatch.setattr(gpu.kernels, "matrix_bytes", 32 * MIB)
     sd_lowvram.optimize(pipe, settings=Settings(cuda_graphs=True), **planned)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...compat.private import tree_flatten, tree_unflatten
 from ...devices.this_machine import RECORDED
 from ...errors import NoSiteError, SettingsError
-from ...memory.limit import forget_pool, note_pool
+from ...memory.limit import note_pool
 from ...memory.pinned import recording
 from ...models.anatomy import Anatomy
 from ...patches import Patch, wrap
@@ -120,10 +120,10 @@ class Recordings(CapturedCalls):
         return original(*args, **kwargs)
 
     def forget(self) -> None:
-        pool, self._pool = self._pool, None
+        had = self._pool is not None
         super().forget()
-        if pool is not None:
-            forget_pool(pool)
+        self._pool = None
+        if had:
             torch.cuda.empty_cache()  # the allocator gives memory of a recording's pool to nothing else
 
     def capture(self, call: Call) -> Replay:
