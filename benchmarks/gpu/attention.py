@@ -124,8 +124,8 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "## Attention"
     yield ""
     yield "Self-attention of SD1.5's first level, a guided batch, 8 heads of width 40. *Error*: relative, to"
-    yield f"float64, on some of the rows. *Same bits*: in all of {_RUNS} runs. *Traced*, *measured*: most bytes above"
-    yield "the arguments. *Host*: until the call returned; *device*: between the events around it; medians."
+    yield f"float64, on some of the rows. *Same bits*: in all of {_RUNS} runs. *Traced*, *measured*: the most bytes"
+    yield "beyond the arguments. *Host*: until the call returned; *device*: between the events around it; medians."
     yield f"*{OWN_CHOICE}*: its function as it is, by the kernel that it says it takes."
     yield ""
     heads = ("shape", "type", "backend", "kernel", "error", "same bits", "traced", "measured", "sdpa")

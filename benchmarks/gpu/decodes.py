@@ -78,8 +78,8 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "## Decodes"
     yield ""
     yield "Two decodes in a row by an autoencoder alone, in fp16, with random weights. *First*, *second*: between the"
-    yield "events around the call; *host*: until the second call returned. *Allocated*, *reserved*: the most of torch's"
-    yield "allocator. *Bits*: compared with a decode with all on the GPU; else the largest difference of pixels."
+    yield "events around the call; *host*: until the second call returned. *Allocated*, *reserved*: the most bytes"
+    yield "of torch's allocator. *Bits*: compared with a decode with all on the GPU; else the largest difference."
     yield ""
     yield from rows_table(_COLUMNS, part["rows"], of=3)
 

@@ -136,7 +136,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "## Other programs and ours"
     yield ""
     yield f"At {SIDE}x{SIDE} in bf16, random weights, embeddings in a text encoder's place; medians of {TIMED} steps,"
-    yield "no decode. *Host*: until the transformer's call returned. *Allocated*, *reserved*: the most of torch's"
+    yield "no decode. *Host*: until the transformer's call returned. *Allocated*, *reserved*: the most bytes of torch's"
     yield "allocator in all steps. *Locked*: page-locked host memory. *Same bits*: latents, compared with those of"
     yield f"{PLAIN} with all weights on the GPU."
     yield ""

@@ -316,7 +316,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
         yield f"{model} at {side}x{side} with guidance, the UNet alone; medians of {_STEPS} steps. *Host*: until the"
         yield "call of the UNet returned, Python's and torch's work and what they waited for; *device*: between the"
         yield "events around that call, gaps included: where both are as long, the device waited for the host."
-        yield "*MiB*: the most that is allocated. *Simulated*: from measured block times and copy rate."
+        yield "*Allocated*: the most, in MiB. *Simulated*: from measured block times and copy rate."
         if _by_share(rows, LIMITED):
             yield "*Limited*: the same settings, and torch's allocator is limited to a budget that just holds them."
         yield ""
@@ -333,7 +333,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
             yield f"- {claim['claim']}: {verdict} ({claim['figure']:.2f})"
 
 
-_HEADS = "way", "weights on the device", "step ms", "/ resident", "simulated ms", "host ms", "device ms", "MiB"
+_HEADS = "way", "weights on the device", "step ms", "/ resident", "simulated ms", "host ms", "device ms", "allocated"
 
 
 def _cells(row: dict[str, Any], resident: float | None, simulated: dict[int, float]) -> list[str]:

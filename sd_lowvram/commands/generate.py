@@ -100,15 +100,15 @@ def print_result(result: dict[str, Any], as_json: bool, quiet: bool) -> None:
 
 
 def _planned_time(result: dict[str, Any]) -> str:
-    """The planned time, in brackets; on a GPU it is that of a picture after the first, which this one is."""
+    """The planned time, in brackets; on a GPU that of a later picture, with what this one took besides."""
     predicted = result.get("plan", {}).get("predicted")
     if predicted is None:
         return ""
     planned = f"planned: {format_time(predicted['seconds'])}"
     if result["plan"]["request"]["device"] != "cpu":
-        longer = result["seconds"]["first_step"]
-        first = f"the prompt and the first step took {format_time(longer)} longer than another step"
-        planned += " for a picture after the first" + (f"; {first}" if longer >= _SHOWN_SECONDS else "")
+        longer = result["seconds"].get("first_step_excess", 0.0)
+        first = f"; all before the second step took {format_time(longer)} longer than a later step"
+        planned += " for a picture after the first" + (first if longer >= _SHOWN_SECONDS else "")
     return f" ({planned})"
 
 

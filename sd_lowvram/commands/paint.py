@@ -112,9 +112,9 @@ def finish(
     shown = previews(pipe, job, preview, files, console)  # a map of colours is fitted while all weights are here
     plan = plan_job(job, pipe, device, console)
     planned = time.perf_counter()
-    safety, ends = safety_of(job, pipe, images, files, precaution), list[float]()
+    safety, moments = safety_of(job, pipe, images, files, precaution), list[float]()
     with _report_latents(safety.path), shown:
-        pictures, taken = measured_run(job, pipe, plan, lambda: run(job, pipe, images, console, safety, ends))
+        pictures, taken = measured_run(job, pipe, plan, lambda: run(job, pipe, images, console, safety, moments))
         plan = plan_of(pipe)  # a leaner one, where the device ran out of memory
         values = parameters(job, pipe, plan, kernels_before(precaution.start))
         for number, (picture, file) in enumerate(zip(pictures, files, strict=True)):
@@ -123,7 +123,8 @@ def finish(
     if not precaution.keep:
         safety.path.unlink(missing_ok=True)
     seconds = {"load": loaded - started, "plan": planned - loaded, "run": time.perf_counter() - planned}
-    seconds["first_step"] = _first_step(ends)
+    if precaution.start is None:
+        seconds["first_step_excess"] = _first_step_excess(moments)
     if job.memory_plot and taken:
         draw(job.memory_plot, pipe, plan, taken)
     return {
@@ -140,14 +141,19 @@ def finish(
     }
 
 
-def _first_step(ends: list[float]) -> float:
-    """Seconds by which the prompt and the first step took longer than another step; 0 if there is no other.
+def _first_step_excess(moments: list[float]) -> float:
+    """Seconds by which all before the second step took longer than a later step; 0 if there is none.
 
     Args:
-        ends: when the run began, and when each step ended.
+        moments: when the run began, and when each step ended.
     """
-    first, *others = [after - before for before, after in itertools.pairwise(ends)] or [0.0]
-    return max(0.0, first - statistics.median(others)) if others else 0.0
+    if len(moments) < _FEWEST_MOMENTS:
+        return 0.0
+    first, *later = (after - before for before, after in itertools.pairwise(moments))
+    return max(0.0, first - statistics.median(later))
+
+
+_FEWEST_MOMENTS = 3
 
 
 def safety_of(job: Job, pipe: Any, images: dict[str, Any], files: list[Path], precaution: Precaution) -> Safety:
@@ -323,13 +329,13 @@ def run(
     images: dict[str, Any],
     console: Console,
     safety: Safety | None = None,
-    ends: list[float] | None = None,
+    moments: list[float] | None = None,
 ) -> list[Any]:
     """The pictures of ``job``, by what is attached to ``pipe``.
 
     Args:
         safety: where its latents are saved during the run; None: nowhere.
-        ends: takes the time at which the run begins, and those at which its steps end.
+        moments: takes the time at which the run begins, and those at which its steps end.
     """
     import torch
     from PIL import Image
@@ -346,28 +352,28 @@ def run(
     # On the CPU, so that a seed means the same picture on every device.
     seeds = [torch.Generator("cpu").manual_seed(((job.seed or 0) + n) % 2**64) for n in range(job.batch)]
     keeping = keep_latents(pipe, seeds, safety) if safety else contextlib.nullcontext()
-    times = [] if ends is None else ends
+    moments = [] if moments is None else moments
     with drawn_in_float32(), Bars(console, shown=not console.quiet).running() as bars, keeping as keeper:
         result = pipe(
             prompt=[job.prompt] * job.batch, generator=seeds, num_inference_steps=job.steps,
             **guidance_arguments(job, pipe),
-            callback_on_step_end=_step_callback(job.steps_run, bars.update, keeper, times), **extra,
+            callback_on_step_end=_step_callback(job.steps_run, bars.update, keeper, moments), **extra,
         )  # fmt: skip
     heed_interrupts()
     return list(result.images)
 
 
 def _step_callback(
-    steps: int, update: Callable[[str, int, int], None], keeper: Keeper | None, ends: list[float]
+    steps: int, update: Callable[[str, int, int], None], keeper: Keeper | None, moments: list[float]
 ) -> Callable[..., dict[str, Any]]:
     """A pipeline's callback: moves the bar, keeps the latents, and stops where they are no numbers any more.
 
-    It appends the present time to ``ends``, and the time at which each step ends.
+    The present time is appended to ``moments``, and the time at which each step ends.
     """
     from ..saved_latents.keeping import nan_error
 
     update("steps", 0, steps)
-    ends.append(time.perf_counter())
+    moments.append(time.perf_counter())
 
     def end_step(pipe: Any, step: int, _: Any, values: dict[str, Any]) -> dict[str, Any]:
         calls = max(getattr(pipe, "num_timesteps", None) or 0, steps)  # more than steps with plms, heun and the like
@@ -377,7 +383,7 @@ def _step_callback(
         elif not values["latents"].isfinite().all():
             raise nan_error(done, steps)
         heed_interrupts()
-        ends.append(time.perf_counter())
+        moments.append(time.perf_counter())
         update("steps", done, steps)
         return values
 

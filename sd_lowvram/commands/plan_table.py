@@ -43,7 +43,9 @@ def show_sizes(console: Console, plans: dict[str, Any]) -> None:
         needed, ram = (format_size(nbytes) for nbytes in (shown.needed_bytes(predicted), predicted["host_bytes"]))
         table.add_row(name, size, needed, ram, format_time(predicted["seconds"]))
     console.print(table)
-    console.print(f"needed: reserved, with the driver's share; {some['request']['steps']} steps", highlight=False)
+    console.print(
+        f"needed: reserved bytes and the driver's share; for {some['request']['steps']} steps", highlight=False
+    )
     if "counted" in some:
         console.print(f"counted as {some['counted']}", highlight=False)
     console.print(f"rates: {some['rates']}", style="dim", highlight=False)

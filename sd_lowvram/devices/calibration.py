@@ -62,9 +62,10 @@ def calibrate(device: torch.device) -> Rates:
     shared = _share_of_others()
     is_first = device.type == "cuda" and not torch.cuda.memory_reserved(device)
     loading: list[float] = []
+    with torch.inference_mode():
+        reading, reordering = reading_rates(device)
     with torch.inference_mode(), _loading_noted(loading):
         single = _matrix_rate(device, torch.float32, small=False)
-        reading, reordering = reading_rates(device)
         bandwidth = _addition_rate(device)
         rates = Rates(
             name=THIS,

@@ -88,7 +88,7 @@ class Rates:
         replay_launches: host time while a recorded pass runs, in launches for each module of the model, which are
             looked through.
         loading_seconds: by which the first runs of a process took longer than later ones: libraries and kernels are
-            loaded. 0: not measured.
+            loaded. 0: not measured, or measured in a process that had them.
     """
 
     name: str

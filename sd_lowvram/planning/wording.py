@@ -172,7 +172,7 @@ def _packed_text(needed_bytes: int, vram: int) -> str:
 def _first_picture(more_seconds: float | None, loading_seconds: float) -> str:
     longer = "" if more_seconds is None else f", by {format_time(more_seconds)} in published runs on an RTX 2070"
     if loading_seconds:
-        longer = f", by about {format_time(loading_seconds)} in which libraries and kernels were loaded here"
+        longer = f": loading libraries and kernels took {format_time(loading_seconds)} here"
     return f"the time is that of a picture after the first; the first after loading takes longer{longer}"
 
 

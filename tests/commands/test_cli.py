@@ -215,11 +215,12 @@ def test_generate_ends_with_file_peak_and_time_and_the_demo_model_says_its_size(
 
 def test_the_time_of_a_later_picture_is_not_reported_as_that_of_the_first() -> None:
     later = "planned: 4.0 s for a picture after the first"
-    longer = "the prompt and the first step took 1.5 s longer than another step"
+    longer = "all before the second step took 1.5 s longer than a later step"
     printings = (("cuda", 0.05, later), ("cuda", 1.5, f"{later}; {longer}"), ("cpu", 1.5, "planned: 4.0 s"))
-    for device, first_step, printed in printings:
+    for device, excess, printed in printings:
         plan = {"predicted": {"seconds": 4.0}, "request": {"device": device}}
-        assert generate._planned_time({"plan": plan, "seconds": {"first_step": first_step}}) == f" ({printed})"
+        assert generate._planned_time({"plan": plan, "seconds": {"first_step_excess": excess}}) == f" ({printed})"
+        assert generate._planned_time({"plan": plan, "seconds": {}}) == f" ({printed.partition(';')[0]})"
     assert generate._planned_time({}) == generate._planned_time({"plan": {"predicted": None}}) == ""
 
 
