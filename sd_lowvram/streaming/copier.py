@@ -49,7 +49,12 @@ class Copier:
         self._settle(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
     def _settle(self, home: torch.cuda.Stream | None) -> None:
-        """Take ``home`` for the compute stream that owns the memory."""
+        """Take ``home`` for the compute stream that owns the memory, and another one for the copies.
+
+        torch hands out 32 streams in turn: that of a capture may be that of the copies, which would not overlap then.
+        """
+        while home is not None and self._stream == home:
+            self._stream = torch.cuda.Stream(self._device)
         self._home = home
         self._handle = 0 if home is None else int(home.cuda_stream)
         self._swapped = None if self._stream is None or home is None else _Swapped(self._stream, home)

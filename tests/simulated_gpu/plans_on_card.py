@@ -98,9 +98,9 @@ Cases drawn by a seed, shapes only, four steps and a decode on torch's own CUDA 
 (`tests/simulated_gpu/plans_on_card.py budgets` wrote this). SD1.5 and SDXL are of full size, the transformers have few
 narrow layers. Plans by the speed of an RTX 2070; budgets from the least (0) to that of the plan with 6 GiB (1).
 *Reserved* is what torch's allocator held at most, with the driver's share, as in the budget; MiB. *Planned* is what
-the plan says that it holds at most: in rows of 30 November with segments that it could free, if the budget has room
-for them, in earlier rows without. *Fallback steps* are repeated calls and leaner plans after a call ran out of memory.
-*Allocator calls* are device allocations a step after the second.
+the plan says that it holds at most, with segments that it could free, if the budget has room for them. *Fallback steps*
+are repeated calls and leaner plans after a call ran out of memory. *Allocator calls* are device allocations a step
+after the second.
 """
 _BUDGETS_HEADS = (
     "model", "size", "batch", "from", "share", "budget", "planned", "reserved", "fallback steps", "allocator calls",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from test_unet_hosts import add_lora
 from torch import Tensor
 
 from sd_lowvram import Settings, attached
+from sd_lowvram.streaming.copier import Copier
 
 STEPS = 5
 RECORDED = dataclasses.replace(WAYS["blocks"], streamed_graphs=True)
@@ -49,6 +51,29 @@ def test_replayed_steps_have_the_same_bits(gpu: Any, pipe: Any, schedule: str, w
         assert torch.equal(first, picture) and torch.equal(second, picture)
         assert gpu.card.replays - replays in (2 * STEPS - 2, 2 * STEPS - 3)  # the first picture may show another order
     assert seen.clean, seen
+
+
+def test_copies_and_compute_of_a_recording_never_share_a_stream(
+    gpu: Any, pipe: Any, wanted: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch hands out 32 streams in turn, so one of 32 recordings had its copies in line with its compute."""
+    begin, record, shared = Copier.__init__, Copier.recorded, []
+
+    def begins(copier: Copier, *args: Any) -> None:
+        begin(copier, *args)
+        monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", copier._stream)
+
+    @contextlib.contextmanager
+    def records(copier: Copier) -> Iterator[None]:
+        with record(copier):
+            shared.append(copier._stream == torch.cuda.current_stream())
+            yield
+
+    monkeypatch.setattr(Copier, "__init__", begins)
+    monkeypatch.setattr(Copier, "recorded", records)
+    with attached(pipe.unet, RECORDED, device=GPU):
+        assert torch.equal(denoise(pipe.unet, STEPS), wanted)
+    assert shared == [False]
 
 
 def fuse(pipe: Any) -> None:
