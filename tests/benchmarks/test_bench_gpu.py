@@ -364,7 +364,7 @@ def test_a_later_call_goes_on(at_once: None, tmp_path: Path, monkeypatch: pytest
     assert gpu.unmeasured(gpu.results_in(place)) == 0
     assert 77.0 in {row.get("seconds") for row in rows} and len(rows) == 9
     assert of(rows, "sdpa")["seconds"] > 0
-    assert "## Peaks" in text and "## Attention" in text
+    assert "## Allocated bytes" in text and "## Attention" in text
     for change in ({"again": True}, {}):
         rows, _ = run("attention", tmp_path, **change)
         assert 77.0 not in {row.get("seconds") for row in rows} and len(rows) == 9
