@@ -97,7 +97,9 @@ class Reserved(NamedTuple):
     segment: int = 0
 
 
-def count_reserved(allocations: Allocations, held: int = 0, again: bool = False, floor: int = 0) -> Reserved:
+def count_reserved(
+    allocations: Allocations, held: int = 0, again: bool = False, floor: int = 0, joins: bool = True
+) -> Reserved:
     """Bytes that torch reserves for ``allocations`` on one stream, starting without unused segments.
 
     The small pool is filled well, so its bytes are summed; allocations of the large pool are placed one by one. An
@@ -110,6 +112,7 @@ def count_reserved(allocations: Allocations, held: int = 0, again: bool = False,
         again: True if the allocations repeat, as those of a step do. The first time leaves tensors at arbitrary places
             (weights that are fetched ahead), and the second time finds smaller gaps.
         floor: bytes that are reserved in any case; fewer are not searched for.
+        joins: False: one segment for all tensors over 1 MiB is of no use, and not searched for.
 
     Returns:
         The largest result over the orders tried.
@@ -130,7 +133,8 @@ def count_reserved(allocations: Allocations, held: int = 0, again: bool = False,
         most_units = max(most_units, most.peak_bytes // unit)
         fewest = max(least, -(-most.allocated_peak // unit))
         least = _least(order, fewest, most.peak_bytes // unit, unit, settings.allocator)
-    one = 0 if settings.expandable or not again else _one_segment(large, least * unit - segment(held))
+    joins = joins and again and not settings.expandable
+    one = _one_segment(large, least * unit - segment(held)) if joins else 0
     return Reserved(least * unit + others, most_units * unit + others, one)
 
 

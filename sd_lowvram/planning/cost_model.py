@@ -95,11 +95,11 @@ class Pricing:
         self.anatomy = anatomy
         self.request = request
         self.host = HostMemory(anatomy, request, self._stays_in_file)
+        self.on_gpu = request.device.type != "cpu"
         where = request.device, request.overhead
         self.costs: StageCosts = StageCosts(
-            anatomy, request.shape, request.encodes, *where, like.costs if like else None, request.gpu
+            anatomy, request.shape, request.encodes, *where, like.costs if like else None, request.gpu, self._joins
         )
-        self.on_gpu = request.device.type != "cpu"
         self._known: dict[tuple[Any, ...], StagePlan] = {}
         self._traced_whole: set[tuple[Any, ...]] = set()
         self._memo: dict[tuple[Any, ...], Any] = {}
@@ -470,17 +470,20 @@ class Pricing:
         adapters = max((row.adapter_maps for row in rows), key=given_bytes, default=[])
         return (given_bytes(record.control_maps) if record else 0), *(one.bytes for one in adapters)
 
+    @functools.cached_property
+    def _joins(self) -> bool:
+        """True if steps may share one segment for their tensors over 1 MiB: latents would be in it after the steps."""
+        return self.on_gpu and self.anatomy.family.known and self._latent_bytes <= SMALL
+
     def _segment_bytes(self, stage: Stage, figures: Figures, stays: int = 0) -> int:
         """Bytes of one segment for the tensors over 1 MiB that a step makes, or 0.
-
-        0 where latents would be in it after the steps.
 
         Args:
             stage: any stage.
             figures: its trace.
             stays: traced bytes of weights that stay from step to step, in segments of their own like ControlNet maps.
         """
-        if not stage.repeats or not self.anatomy.family.known or self._latent_bytes > SMALL:
+        if not stage.repeats or not self._joins:
             return 0
         return max(0, figures.segment_bytes - sum(size // ROUND * ROUND for size in (stays, self._maps_bytes[0])))
 

@@ -120,6 +120,7 @@ class StageCosts:
         overhead: Overhead = NONE,
         like: StageCosts | None = None,
         gpu: PlannedGpu | None = None,
+        joins: bool = True,
     ) -> None:
         """
         Args:
@@ -130,6 +131,7 @@ class StageCosts:
             overhead: of ``device``; the libraries' workspaces are counted where they are allocated.
             like: costs of the same model for another shape; its fake copy and results are reused.
             gpu: what is known of ``device``; None: it is this machine's, and computes in bf16.
+            joins: False: steps never share one segment for their large tensors, so its bytes are 0.
         """
         self._anatomy = anatomy
         self._device = device
@@ -137,6 +139,7 @@ class StageCosts:
         self._gpu = gpu or PlannedGpu()
         self._shape = shape
         self._encodes = encodes
+        self._joins = joins
         self._fake: FakeModel = like._fake if like else FakeModel(anatomy, device)
         self._quantised: frozenset[str] | None = None
         self._known: dict[Any, Any] = like._known if like else {}
@@ -226,7 +229,7 @@ class StageCosts:
             settings = self._first_of_equal(stage, settings)
         workspaces = dataclasses.replace(self._overhead, context_bytes=0)
         called = self._call_facts[stage.name, stage.component]
-        facts = settings, called, timing, tuple(allocator_settings()), workspaces, self._gpu
+        facts = settings, called, timing, tuple(allocator_settings()), workspaces, self._gpu, self._joins
         figures: list[Figures] = []
 
         def run_trace() -> Figures:
@@ -334,7 +337,7 @@ class StageCosts:
         with self._name_errors(stage.component), assume_gpu(self._gpu), running, torch.no_grad(), kernels:
             again = stage.repeats and streams
             return trace_equals_once(
-                fake.run, fake.inputs(), {}, equals, self._overhead, stage.repeats, again, most_copied
+                fake.run, fake.inputs(), {}, equals, self._overhead, stage.repeats, again, most_copied, self._joins
             )
 
     @contextlib.contextmanager

@@ -102,6 +102,7 @@ class FakeModel:
         self._layers: dict[Any, list[Layer]] = {}
         self._equals: dict[str, dict[nn.Module, int]] = {}
         self._fingerprints: dict[str, str] = {}
+        self._has_sites: dict[str, bool] = {}
 
     @property
     def anatomy(self) -> Anatomy:
@@ -133,7 +134,9 @@ class FakeModel:
         beside = () if part.attentions else _OF_ATTENTIONS  # the attentions are in another component
         others = dataclasses.replace(settings, **dict.fromkeys((*_CONVERTING, *beside)))
         converting = {knob: getattr(settings, knob) for knob in _CONVERTING}
-        if not has_sites(part.components[name]):  # in a transformer's pipeline only the autoencoder has sites
+        if name not in self._has_sites:
+            self._has_sites[name] = has_sites(part.components[name])
+        if not self._has_sites[name]:  # in a transformer's pipeline only the autoencoder has sites
             converting["channels_last"] = None
         attachment = Attachment(part, others, self._device, timing)
         with self._mode:

@@ -181,6 +181,7 @@ def trace_equals_once(
     repeats: bool = False,
     again: bool = False,
     most_copied: float = math.inf,
+    joins: bool = True,
 ) -> MemoryTrace:
     """Trace a call like :func:`trace`, but run equal calls of some modules once; the timeline leaves out the repeated
     ones.
@@ -193,6 +194,7 @@ def trace_equals_once(
         repeats: True if the call is a step and more steps follow.
         again: True if the reserved bytes must also hold another such call, with the remains of this one.
         most_copied: limit of bytes copied between the accounts; the trace stops beyond it.
+        joins: False: one segment for the large tensors of a step is not searched for.
 
     Returns:
         As :func:`trace`, with the figures of all calls.
@@ -226,9 +228,9 @@ def trace_equals_once(
     activations = ledger.activation_peak + input_bytes
     estimate = repeated = Reserved(activations, activations)
     if not traces_cpu():
-        estimate = repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, again)
+        estimate = repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, again, joins=joins)
         if repeats and not again:
-            repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, True, estimate.least)
+            repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, True, estimate.least, joins)
     return MemoryTrace(
         peak_bytes=ledger.peak,
         host_peak_bytes=ledger.host_peak,
