@@ -4,6 +4,7 @@ run of the same pipeline."""
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,54 @@ def test_callbacks_may_change_weights_between_steps() -> None:
     expected = tiny.run(twin, steps=3, callback_on_step_end=change)
     with attached(pipe, WAYS["all stay"], device="cpu"):
         assert torch.equal(tiny.run(pipe, steps=3, callback_on_step_end=change), expected)
+
+
+def _fuse(pipe: Any) -> None:
+    pipe.fuse_lora()
+
+
+def _interrupt(pipe: Any) -> None:
+    pipe._interrupt = True
+
+
+@pytest.mark.parametrize("way", ["all stay", *STREAMED])
+@pytest.mark.parametrize("act", [_fuse, _interrupt])
+def test_a_callback_may_fuse_a_lora_or_interrupt(way: str, act: Callable[[Any], None]) -> None:
+    """In the middle of a run, and the next run has the bits of a resident one too."""
+    pipe, twin = families.plain("sd15"), families.plain("sd15")
+    lora = lora_of(pipe)
+
+    def after_the_first(one: Any, step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        if step == 0:
+            act(one)
+        return values
+
+    for one in (pipe, twin):
+        one.load_lora_weights(dict(lora), adapter_name="one")
+    expected = [tiny.run(twin, steps=3, callback_on_step_end=after_the_first), tiny.run(twin, steps=2)]
+    with attached(pipe, WAYS[way], device="cpu"):
+        found = [tiny.run(pipe, steps=3, callback_on_step_end=after_the_first), tiny.run(pipe, steps=2)]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("way", ["all stay", *STREAMED])
+def test_a_callback_saves_whole_weights(way: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    pipe = families.plain("sd15")
+    weights = {name: tensor.clone() for name, tensor in pipe.unet.state_dict().items()}
+    expected = tiny.run(families.plain("sd15"), steps=2)
+
+    def save(one: Any, step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        one.unet.save_pretrained(tmp_path / str(step))
+        return values
+
+    with attached(pipe, WAYS[way], device="cpu"):
+        assert torch.equal(tiny.run(pipe, steps=2, callback_on_step_end=save), expected)
+    for step in range(2):
+        saved = load_file(tmp_path / str(step) / "diffusion_pytorch_model.safetensors")
+        assert saved.keys() == weights.keys()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
 
 
 def test_pipe_to_is_followed() -> None:
