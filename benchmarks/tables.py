@@ -307,10 +307,12 @@ def pair_columns(plain: str, ours: str, form: str = "{:.3f}", unit: float = 1.0)
 
 def pair_cells(row: Mapping[str, Any], form: str = "{:.3f}", unit: float = 1.0) -> list[str]:
     """Both sides' times, in units of so many seconds, and the ratio, of what :func:`sd_lowvram.devices.pairs.figures`
-    gave; no ratio where it says nothing."""
+    gave; neither where other programs disturbed them."""
+    if not trusted(row):
+        return ["", "", BUSY]
     sides = (("plain_seconds", "plain_spread"), ("seconds", "spread"))
     times = [figure(row[name] / unit, row.get(spread), form) for name, spread in sides]
-    return [*times, figure(row["ratio"], row.get("ratio_spread"), "{:.2f}") if trusted(row) else BUSY]
+    return [*times, figure(row["ratio"], row.get("ratio_spread"), "{:.2f}")]
 
 
 def milliseconds(*seconds: float | None) -> list[str]:

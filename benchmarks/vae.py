@@ -246,12 +246,14 @@ def _by_size(rows: Sequence[dict[str, Any]], heads: Sequence[str], cells: Iterab
 
 
 def _time_cells(row: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:
-    """Cells with times of the plain decode, and of each way with its ratio to that."""
+    """Cells with times of the plain decode, and of each way with its ratio to that; no times of a busy machine."""
+    if not trusted(row):
+        yield from ("", *[BUSY] * len(kinds))
+        return
     plain, spreads = row["plain_seconds"], row.get("spreads", {})
     yield figure(plain, spreads.get("plain"), "{:.2f} s")
     for kind in kinds:
-        ratio = f"{row[kind]:.2f}" if trusted(row) else BUSY
-        yield f"{figure(row[kind] * plain, spreads.get(kind), '{:.2f} s')} ({ratio})"
+        yield f"{figure(row[kind] * plain, spreads.get(kind), '{:.2f} s')} ({row[kind]:.2f})"
 
 
 def _difference_cells(row: dict[str, Any]) -> list[str]:
