@@ -46,7 +46,7 @@ class SpeedKnobs:
         opened_with="strips",
         label="Compile",
         help="compile the model with torch.compile, by kinds of blocks (regional) or as one (whole): the first picture "
-        "takes longer, later ones are faster",
+        "takes longer, later ones may be faster",
         when="many pictures of one size; a warm-up of seconds to minutes, and a C++ compiler or Triton",
         choices=("off", "regional", "whole"),
         fidelity=dict.fromkeys(("regional", "whole"), ROUNDING) | {"off": BITWISE},

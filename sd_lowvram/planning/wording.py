@@ -253,8 +253,8 @@ _SENTENCES: dict[Kind, Callable[..., str]] = {
     Kind.COMPILED: _compiled_text,
     Kind.RECORDED: _recorded_text,
     Kind.BY_TIME_MODEL: lambda: (
-        "by the time model: passes are recorded on this GPU once `sd-lowvram doctor --calibrate` has measured that "
-        "this is faster there"
+        "on the GPU itself, passes are recorded once `sd-lowvram doctor --calibrate` has measured that this is faster "
+        "there"
     ),
     Kind.FUSED_NOT_FASTER: lambda: (
         "fused kernels: the time is that of torch's own operators in stages that no GPU of this generation was "
