@@ -472,7 +472,7 @@ class Pricing:
 
     @functools.cached_property
     def _joins(self) -> bool:
-        """True if steps may share one segment for tensors over 1 MiB. Larger latents would stay in it after the steps."""
+        """True if steps may share one segment for tensors over 1 MiB. Larger latents would stay in it afterwards."""
         return self.on_gpu and self.anatomy.family.known and self._latent_bytes <= SMALL
 
     def _segment_bytes(self, stage: Stage, figures: Figures, stays: int = 0) -> int:
