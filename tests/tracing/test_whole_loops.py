@@ -34,7 +34,7 @@ def noted(run: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch, whole: 
     """What was allocated in a trace of ``run``, with all passes of its loops or one of each kind."""
     found: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(tracer, "count_reserved", lambda made, *_: found.append(sizes(made)) or Reserved(0, 0))
+        patch.setattr(tracer, "count_reserved", lambda made, *_, **__: found.append(sizes(made)) or Reserved(0, 0))
         patch.setattr(ledger, "_UNTIL_SETTLED", PIECES)  # none is left out
         if whole:
             patch.setattr(repeats, "FakeTensor", type(None))
