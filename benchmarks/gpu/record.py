@@ -102,6 +102,13 @@ def not_run(rows: Iterable[dict[str, Any]], name: Callable[[dict[str, Any]], str
         yield f"**not run here**: {'; '.join(dict.fromkeys(names))}: {why}"
 
 
+def fallen(claims: Iterable[tuple[str, bool]]) -> Iterator[str]:
+    """Sentence on each of ``claims`` that does not hold."""
+    for claim, holds in claims:
+        if not holds:
+            yield f"**does not hold**: {claim}"
+
+
 def in_order(rows: Iterable[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
     """``rows`` by their ``keys``, whatever the order in which they came."""
     return sorted(rows, key=lambda row: tuple(row[key] for key in keys))

@@ -102,8 +102,9 @@ def test_streaming(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {row["way"] for row in rows if "error" in row} <= set(streaming.BASELINES) - {"resident"}
     simulated = {row["share"]: row["step_seconds"] for row in rows if row["way"] == "simulated"}
     assert set(simulated) == {50, 25, 10} and all(seconds > 0 for seconds in simulated.values())
-    assert {claim["claim"][:4] for claim in streaming.claims(rows)} == {"50 %", "25 %", "10 %"}
-    assert "| ours | 25 % |" in text
+    assert {claim["claim"][:4] for claim in streaming.claims(rows)} == {"100 ", "50 %", "25 %", "10 %", "ours"}
+    assert all(row["same_bits"] and row["predicted_step_seconds"] > 0 for row in ours)
+    assert "| ours | 25 % |" in text and "ms a step: 100 % " in text and " (predicted " in text
 
 
 @pytest.mark.slow(4)
@@ -455,6 +456,25 @@ def test_claims_are_judged() -> None:
     assert simulated["holds"] is True
     rows[3]["peak_bytes"] = 2 * GIB
     assert next(streaming.claims(rows))["holds"] is False
+
+
+def test_a_summary_names_each_claim_that_fell() -> None:
+    task = {"model": "sd15", "side": 1024, "share": 50, "peak_bytes": GIB}
+    rows = [
+        task | {"way": "ours", "step_seconds": 0.07, "predicted_step_seconds": 0.05, "same_bits": True},
+        task | {"way": streaming.RECORDED, "step_seconds": 0.08, "same_bits": False},
+        task | {"way": streaming.RECORDED, "share": 25, "failed": "streamed_graphs: cannot be recorded"},
+    ]
+    judged, steps, *fell, not_here = streaming.summary(rows)
+    assert "1 of 4 claims hold" in judged and judged.endswith("recorded over not recorded: 50 % 1.14")
+    assert steps == "sd15 at 1024, ms a step: 50 % 70.0 (predicted 50.0)"
+    assert fell == [
+        "**does not hold**: sd15 at 1024, 50 % on the device: a step as long as predicted, to 25% (1.40)",
+        "**does not hold**: sd15 at 1024, 50 % on the device: a recorded step is no longer than one that is not "
+        "recorded (0.88)",
+        "**does not hold**: sd15 at 1024, ours, recorded, 50 %: the bits of the resident run",
+    ]
+    assert not_here.endswith("sd15 at 1024, ours, recorded, 25 %: streamed_graphs: cannot be recorded")
 
 
 _TRIAL_OF_MANY = """

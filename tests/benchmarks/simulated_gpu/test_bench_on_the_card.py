@@ -112,7 +112,10 @@ def test_every_part_ends_and_no_row_is_empty(
         assert not [row for row in rows if not row["within"] or not row["reserved_bytes"] >= row["measured_bytes"] > 0]
     if part == "streaming":
         assert not [row for row in rows if "error" in row]
-        assert {row["way"] for row in rows} == {"ours", streaming.LIMITED, "simulated", *streaming.BASELINES}
+        own = "ours", streaming.LIMITED, streaming.RECORDED
+        assert {row["way"] for row in rows} == {*own, "simulated", *streaming.BASELINES}
+        assert all(row["same_bits"] for row in rows if row["way"] in own)
+        assert [row["share"] for row in rows if row["way"] == streaming.RECORDED] == [50, 25, 10]
         assert "limited to its bytes over not limited: 100 %" in written.read_text()
         assert len([row for row in rows if "instead_of" in row]) == len(streaming.BASELINES) - 2
     if part == "decodes":
