@@ -401,6 +401,45 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
     assert asked[5:] == [0.1, 0.5, 1.0]  # what failed, but for want of memory, is tried again
 
 
+def test_rows_of_another_commit_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then they stay, and are named with their commit; rows of this commit stay."""
+    asked: list[float] = []
+
+    def trial_of_shares(device: str, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for case in cases[: len(cases) if enough else 2]:
+            asked.append(case["share"])
+            yield {"error": "as planned", "out_of_memory": True}
+        yield from ({"error": "no time was left", "timed_out": True} for _ in cases[2:] if not enough)
+
+    monkeypatch.setattr(trial, "stream", lambda run, *, seconds, **arguments: run(**arguments))
+    monkeypatch.setattr(peaks, "trial_peaks", trial_of_shares)
+    enough = True
+    monkeypatch.setattr(gpu, "commit", lambda: "aaaaaaa")
+    rows, text = run("peaks", tmp_path)
+    assert {row["commit"] for row in rows} == {"aaaaaaa"} and "not anew yet" not in text
+    place = tmp_path / "cpu.json"
+    results = json.loads(place.read_text())
+    for row in results["peaks"]["rows"][:1]:
+        del row["commit"]  # as in older files
+    results["peaks"]["rows"].append({"model": "gone", "side": 64, "share": 0.5, "commit": "aaaaaaa", "error": "old"})
+    results["peaks"]["rows"][-1] |= {"out_of_memory": True}
+    place.write_text(json.dumps(results))
+    enough = False
+    monkeypatch.setattr(gpu, "commit", lambda: "bbbbbbb")
+    rows, text = run("peaks", tmp_path)
+    assert [row["share"] for row in rows if row["commit"] == "bbbbbbb"] == [0.0, 0.1, 0.5, 1.0]
+    assert [row["share"] for row in rows if row["commit"] == "aaaaaaa"] == [0.5, 1.0, 0.5]
+    left = "measured by commit aaaaaaa, not anew yet: tiny, 64, 0.5; tiny, 64, 1.0; gone, 64, 0.5"
+    assert f"- **{left}**" in text and f"\n- {left}\n" in text and "commit bbbbbbb; the part took" in text
+    enough = True
+    rows, text = run("peaks", tmp_path)
+    assert asked == [*peaks.SHARES, *peaks.SHARES[:2], *peaks.SHARES[2:]]
+    assert [(row["model"], row["share"], row["commit"]) for row in rows] == [
+        ("tiny", share, "bbbbbbb") for share in peaks.SHARES
+    ]
+    assert "not anew yet" not in text
+
+
 def test_no_time_is_left(tmp_path: Path) -> None:
     gpu.run(out=tmp_path, device=CPU, seconds=0)
     results = json.loads((tmp_path / "cpu.json").read_text())
