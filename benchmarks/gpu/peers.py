@@ -24,7 +24,7 @@ from ..models import random_transformer
 from ..peers_on_card import PLAIN, THEIRS
 from ..tables import Columns, mib, ms, rows_table, yes
 from .peaks import held_on
-from .record import Case, ResultRows, not_run
+from .record import Case, ResultRows, as_predicted, fallen, not_run
 from .todays import TIMED, final_latents
 
 MODELS = "flux1-dev", "z-image-turbo"
@@ -128,7 +128,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         steps = [f"{row['name']}: {1000 * row['step_seconds']:.0f} in {row['peak_bytes'] / MIB:.0f} MiB" for row in ran]
         other = "".join(f"; **other bits**: {row['name']}" for row in ran if not row["same_bits"])
         yield f"{model}, ms a step: {'; '.join(steps)}{other}"
+        yield from fallen(claim for row in ran for claim in _claims(row))
     yield from not_run(rows, lambda row: row["name"])
+
+
+def _claims(row: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Claims on a row of ours, each with True if it holds."""
+    if "predicted_step_seconds" in row:
+        name = f"{row['model']}, {row['name']}: a step"
+        yield as_predicted(name, row["step_seconds"], row["predicted_step_seconds"])
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:

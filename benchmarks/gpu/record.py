@@ -17,6 +17,7 @@ from sd_lowvram import progress
 from sd_lowvram.units import GIB
 
 from .. import trial
+from ..h100_steps import WITHIN
 
 Case = dict[str, Any]
 """Key of a row: the plain values with which it begins."""
@@ -127,6 +128,12 @@ def fallen(claims: Iterable[tuple[str, bool]]) -> Iterator[str]:
     for claim, holds in claims:
         if not holds:
             yield f"**does not hold**: {claim}"
+
+
+def as_predicted(name: str, seconds: float, predicted: float) -> tuple[str, bool]:
+    """Claim that ``seconds`` are near the predicted ones, and True if it holds."""
+    claim = f"{name}: {1000 * seconds:.1f} ms, predicted {1000 * predicted:.1f}"
+    return claim, abs(predicted / seconds - 1) <= WITHIN
 
 
 def in_order(rows: Iterable[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:

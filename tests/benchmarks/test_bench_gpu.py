@@ -81,6 +81,7 @@ def test_peaks(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     rows, text = run("peaks", tmp_path)
     assert [row.get("error") for row in rows] == [None, None]
     assert all(row["within"] for row in rows)
+    assert "reserved bytes, with the driver's share, stayed within the budget in 2 of 2" in text
     assert all(0 < row["host_seconds"] <= row["measured_seconds"] and row["plan_seconds"] > 0 for row in rows)
     least, most = rows
     assert least["vram"] < most["vram"]
@@ -109,11 +110,15 @@ def test_streaming(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow(4)
 def test_decodes(at_once: None, tmp_path: Path) -> None:
-    """The same settings as those that were measured on an H100, by the same names."""
+    """The same settings as those that were measured on an H100, by the same names; fused kernels need a GPU."""
     rows, text = run("decodes", tmp_path)
-    whole, strips = rows
+    whole, fused, strips = rows
+    assert "Triton" in fused.pop("failed") and fused.pop("way") == "all, fused kernels"
+    assert "**not run here**: tiny at 64, all, fused kernels: " in text
+    assert "aten::" in (tmp_path / strips["profile"]).read_text() and "profile" not in whole
     assert whole["same_bits"] and 0 < strips["most"] < 1e-4
-    assert all(0 < row["host_seconds"] == row["second_seconds"] and row["predicted_seconds"] > 0 for row in rows)
+    ran = whole, strips
+    assert all(0 < row["host_seconds"] == row["second_seconds"] and row["predicted_seconds"] > 0 for row in ran)
     assert "| tiny | 64x64 | all, decode |" in text and "| tiny | 64x64 | decode in strips |" in text
 
 
@@ -475,6 +480,21 @@ def test_what_counts_as_predicted(predicted: int, measured: int, good: bool) -> 
     assert peaks.within(predicted * 10 * MIB, measured * 10 * MIB) is good
     assert peaks.within(124 * MIB, 100 * MIB) and not peaks.within(125 * MIB, 100 * MIB)
     assert peaks.within(92 * MIB, 100 * MIB) and not peaks.within(91 * MIB, 100 * MIB)
+
+
+def test_what_is_reserved_is_compared_with_the_budget() -> None:
+    """The driver's share counts; both the summary and the table name a plan that passed its budget."""
+    row: dict[str, Any] = {"model": "sd15", "side": 512, "share": 0.0, "vram": 700 * MIB, "settings": {}, "stage": "decode"}
+    row |= {"predicted_bytes": 100 * MIB, "measured_bytes": 130 * MIB, "library_bytes": 0, "within": False}
+    row |= {"overhead_bytes": 500 * MIB, "reserved_bytes": 201 * MIB, "predicted_reserved_bytes": 200 * MIB}
+    row |= dict.fromkeys(("plan_seconds", "host_seconds", "device_seconds"), 1.0)
+    told = list(peaks.summary([row, {**row, "vram": 701 * MIB, "within": True}]))
+    assert "reserved bytes, with the driver's share, stayed within the budget in 1 of 2" in told
+    assert told[-2:] == [
+        "**does not hold**: sd15 at 512 in 700 MiB: allocated 130 MiB, predicted 100",
+        "**does not hold**: sd15 at 512 in 700 MiB: reserved 701 MiB with the driver's share",
+    ]
+    assert "| 201 | **no** | (500) |" in "\n".join(peaks.lines({"rows": [row]}))
 
 
 def test_claims_are_judged() -> None:

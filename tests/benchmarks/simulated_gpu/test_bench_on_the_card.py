@@ -119,7 +119,8 @@ def test_every_part_ends_and_no_row_is_empty(
         assert "limited to its bytes over not limited: 100 %" in written.read_text()
         assert len([row for row in rows if "instead_of" in row]) == len(streaming.BASELINES) - 2
     if part == "decodes":
-        whole, strips = rows
+        whole, fused, strips = rows
+        assert "Triton" in fused["failed"] and "aten::" in (tmp_path / strips["profile"]).read_text()
         assert whole["same_bits"] and strips["most"] < 0.05 and strips["measured_bytes"] < whole["measured_bytes"]
     if part == "peers":
         assert {row["name"] for row in rows} == {name for names in peers_part.ROUNDS for name in names}
