@@ -94,10 +94,13 @@ def _settings(model: str, way: str) -> Settings:
 
 @torch.inference_mode()
 def _profile(vae: Any, latents: Tensor) -> str:
-    """Operators of a decode by their time on the host and on the device."""
-    with torch.profiler.profile() as seen:
-        vae.decode(latents, return_dict=False)[0].cpu()
-    operators = seen.key_averages()
+    """Operators of a decode by their time on the host and on the device, or the reason why there is no profile."""
+    try:
+        with torch.profiler.profile() as seen:
+            vae.decode(latents, return_dict=False)[0].cpu()
+        operators = seen.key_averages()
+    except RuntimeError as error:  # of a machine whose profiler needs other rights
+        return f"{error}\n"
     orders = ["self_cpu_time_total"]
     if latents.device.type == "cuda":
         newer = hasattr(operators[0], "self_device_time_total")  # torch 2.4
@@ -134,7 +137,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     for row in part["rows"]:
         if "profile" in row:
             yield ""
-            yield f"Operators of one more decode of {row['model']}, {row['way']}: `{row['profile']}` in the same folder."
+            yield f"Operators of one more decode of {row['model']}, {row['way']}: `{row['profile']}` in this folder."
 
 
 _COLUMNS: Columns = (

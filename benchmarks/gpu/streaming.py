@@ -48,7 +48,7 @@ BASELINES = (
 TASKS = (("sd15", 1024), ("sdxl", 1024), ("sd15", 2048))
 """A step of SD1.5 at 512x512 is some milliseconds on a large card, less than the host needs to ask for it."""
 _WARM, _STEPS = 3, 10
-_COMPARED = 4
+COMPARED = 4
 """Steps of a run whose latents are compared."""
 _SIMULATED = 0.15
 
@@ -162,7 +162,7 @@ def _resident_latents(pipe: Any, where: torch.device, side: int) -> Tensor | Non
 def _latents(pipe: Any, where: torch.device, side: int) -> Tensor:
     """Latents of a short run in host memory; its last steps are replays if steps are recorded."""
     made: list[Tensor] = []
-    denoise(pipe, embeddings(pipe, where), side, _COMPARED, made)
+    denoise(pipe, embeddings(pipe, where), side, COMPARED, made)
     return made[0].cpu()
 
 

@@ -29,6 +29,7 @@ from benchmarks.gpu import (
     kernels,
     peaks,
     peers,
+    replays,
     sizes,
     streaming,
     suite,
@@ -211,6 +212,7 @@ def test_passes_of_a_unet(at_once: None, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "TYPES", ["float32"])
     ways = {name: settings for name, settings in kernels.WAYS.items() if name != "compiled"}
     monkeypatch.setattr(kernels, "WAYS", {**ways, "channels last": {"channels_last": True}})
+    monkeypatch.setattr(replays, "TASK", {"model": "tiny", "side": 64})
     rows, text = run("kernels", tmp_path)
     passes = {row["pass"]: row for row in rows if "pass" in row}
     assert set(passes) == set(kernels.WAYS)
@@ -218,6 +220,10 @@ def test_passes_of_a_unet(at_once: None, tmp_path: Path, monkeypatch: pytest.Mon
     assert 0 <= passes["channels last"]["error"] < 1e-5 and passes["channels last"]["step_seconds"] > 0
     assert "NVIDIA" in passes["CUDA graphs"]["failed"] and "Triton" in passes["fused kernels"]["failed"]
     assert "| tiny, 64x64 | as it is | yes | 0.0e+00 |" in text
+    plain, recorded = ([row for row in rows if row.get("recorded") is on] for on in (False, True))
+    assert [row["scheduler"] for row in plain] == ["DDIM", "Euler"]
+    assert all(row["same_bits"] and row["step_seconds"] > 0 < row["predicted_step_seconds"] for row in plain)
+    assert all("NVIDIA" in row["failed"] for row in recorded) and "| tiny, 64x64 | Euler | no | yes |" in text
     assert all("riton" in row["failed"] for row in rows if "kernel" in row)
 
 
@@ -484,7 +490,8 @@ def test_what_counts_as_predicted(predicted: int, measured: int, good: bool) -> 
 
 def test_what_is_reserved_is_compared_with_the_budget() -> None:
     """The driver's share counts; both the summary and the table name a plan that passed its budget."""
-    row: dict[str, Any] = {"model": "sd15", "side": 512, "share": 0.0, "vram": 700 * MIB, "settings": {}, "stage": "decode"}
+    row: dict[str, Any] = {"model": "sd15", "side": 512, "share": 0.0, "vram": 700 * MIB}
+    row |= {"settings": {}, "stage": "decode"}
     row |= {"predicted_bytes": 100 * MIB, "measured_bytes": 130 * MIB, "library_bytes": 0, "within": False}
     row |= {"overhead_bytes": 500 * MIB, "reserved_bytes": 201 * MIB, "predicted_reserved_bytes": 200 * MIB}
     row |= dict.fromkeys(("plan_seconds", "host_seconds", "device_seconds"), 1.0)
@@ -495,6 +502,21 @@ def test_what_is_reserved_is_compared_with_the_budget() -> None:
         "**does not hold**: sd15 at 512 in 700 MiB: reserved 701 MiB with the driver's share",
     ]
     assert "| 201 | **no** | (500) |" in "\n".join(peaks.lines({"rows": [row]}))
+
+
+def test_comparisons_of_recorded_models_are_summed_up() -> None:
+    row: dict[str, Any] = {"model": "sd15", "side": 512, "scheduler": "Euler", "same_bits": True}
+    plain = row | {"recorded": False, "step_seconds": 0.02, "predicted_step_seconds": 0.02}
+    recorded = row | {"recorded": True, "step_seconds": 0.03, "predicted_step_seconds": 0.01}
+    recorded |= {"addresses_seconds": 0.001, "facts_seconds": 0.02}
+    told, *fell = replays.summary([plain, recorded])
+    assert told == (
+        "sd15 at 512, Euler, recorded: 30.0 ms a step, 20.0 without; comparing addresses 1.00 ms, all modules 20.00 ms"
+    )
+    assert fell == [
+        "**does not hold**: sd15 at 512, Euler, recorded: a step: 30.0 ms, predicted 10.0",
+        "**does not hold**: sd15 at 512, Euler, recorded: a step is no longer than one that is not recorded",
+    ]
 
 
 def test_claims_are_judged() -> None:

@@ -21,7 +21,7 @@ from on_card import rates_here
 
 from benchmarks import gpu as bench
 from benchmarks import ladder, models, peers, peers_on_card, trial
-from benchmarks.gpu import attention, decodes, kernels, peaks, sizes, streaming, workspaces
+from benchmarks.gpu import attention, decodes, kernels, peaks, replays, sizes, streaming, workspaces
 from benchmarks.gpu import peers as peers_part
 from benchmarks.gpu import todays as todays_part
 from sd_lowvram.checkpoints.architectures import architecture
@@ -39,6 +39,7 @@ def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         peaks: {"SHAPES": [("tiny", 64)]},
         streaming: {"TASKS": [("tiny", 64)], "_WARM": 1, "_STEPS": 2},
         kernels: {"PASSES": [("tiny", 64)]},
+        replays: {"TASK": {"model": "tiny", "side": 64}},
         attention: {"LATENTS": [8], "_RUNS": 2},
         workspaces: {"SHAPES": [(2, 8, 4, 16)], "FRAMES": [(8, 4, 16)]},
         todays_part: {"MODELS": ("tiny",), "SIDE": 64, "random_transformer": todays.with_embeddings},
@@ -133,6 +134,9 @@ def test_every_part_ends_and_no_row_is_empty(
         passes = {row["pass"]: row for row in rows if "pass" in row}
         assert passes["CUDA graphs"]["same_bits"] and passes["CUDA graphs"]["step_seconds"] > 0
         assert "Triton" in passes["fused kernels"]["failed"]
+        recorded = [row for row in rows if row.get("recorded")]
+        assert [row["scheduler"] for row in recorded] == ["DDIM", "Euler"]
+        assert all(row["same_bits"] and row["facts_seconds"] > row["addresses_seconds"] > 0 for row in recorded)
     assert gpu.card.unsimulated == 0 or part == "attention"
 
 
