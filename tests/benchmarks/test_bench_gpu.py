@@ -127,25 +127,31 @@ def test_decodes(at_once: None, tmp_path: Path) -> None:
 def test_peers(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours and resident ways run on a CPU; a package that is not installed has one row, and runs once it is."""
     installed: set[str] = set()
+    assert {f"{name}, {size} GiB" for name in ("sd-lowvram", "mmgp 3.8.2", "AirCanvas 0.1.0") for size in (4, 6, 8)} < {
+        name for names in peers.ROUNDS for name in names
+    }
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name in installed else None)
     monkeypatch.setattr(peers_on_card, "_CARD", CPU)
     short = (peers_on_card.PLAIN, *peers.OURS, "diffusers, groups by leaf, stream"), ("mmgp 3.8.2, 200 MB",)
-    small = {"MODELS": ("tiny", "other"), "SIDE": 64, "ROUNDS": short, "random_transformer": todays.with_embeddings}
+    small: dict[str, Any] = {"MODELS": ("tiny", "other", "unet"), "UNETS": ("unet",), "SIDE": 64, "ROUNDS": short}
+    small["random_transformer"] = todays.with_embeddings
     for name, value in small.items():
         monkeypatch.setattr(peers, name, value)
     rows, text = run("peers", tmp_path)
     ran = [row for row in rows if "step_seconds" in row]
-    assert [row["name"] for row in ran] == 2 * [peers_on_card.PLAIN, *peers.OURS]
+    assert [row["name"] for row in ran] == 3 * [peers_on_card.PLAIN, *peers.OURS]
+    assert {row["model"] for row in ran} == {"tiny", "other", "unet"}
     assert all(row["same_bits"] and row["step_seconds"] >= row["host_seconds"] > 0 for row in ran)
     assert "streams" in next(row["error"] for row in rows if row["name"] == "diffusers, groups by leaf, stream")
     assert text.count("| mmgp 3.8.2, 200 MB | not installed |") == 1
     assert "**not run here**: mmgp 3.8.2, 200 MB; diffusers-dynamic-offloader" in text
-    monkeypatch.setitem(peers.THEIRS, "mmgp 3.8.2, 200 MB", lambda pipe: None)
+    monkeypatch.setitem(peers.ATTACH, "mmgp 3.8.2, 200 MB", lambda pipe: None)
     installed.add("mmgp")
     rows, text = run("peers", tmp_path)
     assert [row["model"] for row in rows if row["name"].startswith("mmgp") and "step_seconds" in row] == [
         "tiny",
         "other",
+        "unet",
     ]
 
 

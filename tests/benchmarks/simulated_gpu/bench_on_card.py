@@ -108,6 +108,7 @@ def make_narrow(everything: bool) -> None:
         attention.LATENTS, workspaces.SHAPES, workspaces.FRAMES = (8,), ((2, 8, 4, 16),), ((8, 4, 16),)
         for part in (todays_part, peers):
             part.MODELS, part.SIDE, part.random_transformer = ("narrow FLUX.1",), 64, todays.with_embeddings
+        peers.MODELS, peers.UNETS = ("narrow FLUX.1", "narrow SD1.5"), ("narrow SD1.5",)
         sizes._MODEL, sizes._STEP, sizes._LARGEST, sizes.CAPS = "narrow SD1.5", 64, 192, (64 << 20,)
 
 

@@ -33,6 +33,7 @@ MIB = 1 << 20
 @pytest.fixture
 def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Narrow models and small pictures, in this process, which is left without a cap."""
+    small = {"SIDE": 64, "random_transformer": todays.with_embeddings}
     for module, values in {
         models: {"architecture": lambda name: tiny.config("sd15")},
         this_machine: {"calibrate": rates_here},  # measuring takes minutes here
@@ -42,8 +43,13 @@ def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         replays: {"TASK": {"model": "tiny", "side": 64}},
         attention: {"LATENTS": [8], "_RUNS": 2},
         workspaces: {"SHAPES": [(2, 8, 4, 16)], "FRAMES": [(8, 4, 16)]},
-        todays_part: {"MODELS": ("tiny",), "SIDE": 64, "random_transformer": todays.with_embeddings},
-        peers_part: {"MODELS": ("tiny",), "SIDE": 64, "random_transformer": todays.with_embeddings},
+        todays_part: {"MODELS": ("tiny",), **small},
+        peers_part: {
+            "MODELS": ("tiny", "unet"),
+            "UNETS": ("unet",),
+            "SIDE": 64,
+            "random_transformer": todays.with_embeddings,
+        },
         decodes: {"PICTURES": [("tiny", 64)]},
         sizes: {"_MODEL": "tiny", "_STEP": 64, "_LARGEST": 192, "CAPS": (64 * MIB,)},
     }.items():
@@ -125,8 +131,10 @@ def test_every_part_ends_and_no_row_is_empty(
         assert whole["same_bits"] and strips["most"] < 0.05 and strips["measured_bytes"] < whole["measured_bytes"]
     if part == "peers":
         assert {row["name"] for row in rows} == {name for names in peers_part.ROUNDS for name in names}
-        ran = {row["name"]: row for row in rows if "failed" not in row}
-        assert all(row["same_bits"] for row in ran.values()) and ran["diffusers"]["pinned_bytes"] == 0
+        assert {row["model"] for row in rows if "failed" not in row} == {"tiny", "unet"}
+        assert all(row["same_bits"] for row in rows if "failed" not in row)
+        ran = {row["name"]: row for row in rows if row["model"] == "tiny"}
+        assert ran["diffusers"]["pinned_bytes"] == 0
         assert ran["diffusers, groups by leaf, stream"]["pinned_bytes"] > 0
     if part == "calibration":
         assert [row["what"] for row in rows if row.get("measured")] == ["rates", "overhead", "host", "kernels"]
