@@ -169,9 +169,9 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "## Other programs and ours"
     yield ""
     yield f"At {SIDE}x{SIDE} in bf16, SDXL in fp16, random weights, embeddings in a text encoder's place; medians of"
-    yield f"{TIMED} steps, no decode. *Host*: until the denoiser's call returned. *Allocated*, *reserved*: the most bytes of torch's"
-    yield "allocator in all steps. *Locked*: page-locked host memory. *Same bits*: latents, compared with those of"
-    yield f"{PLAIN} with all weights on the GPU."
+    yield f"{TIMED} steps, no decode. *Host*: until the denoiser's call returned. *Allocated*, *reserved*: the most"
+    yield "bytes of torch's allocator in all steps. *Locked*: page-locked host memory. *Same bits*: latents, compared"
+    yield f"with those of {PLAIN} with all weights on the GPU."
     yield ""
     yield from rows_table(_COLUMNS, ({"error": row.get("failed")} | row for row in part["rows"]), of=2)
 
