@@ -256,8 +256,8 @@ def _attach_ours(pipe: Any, device: torch.device, side: int, way: str, settings:
     return chosen
 
 
-def _moment(device: torch.device) -> Any:
-    """A timestamp of a run, for :func:`_seconds`, without synchronising."""
+def moment(device: torch.device) -> Any:
+    """A timestamp of a run, for :func:`seconds_between`, without synchronising."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -265,7 +265,7 @@ def _moment(device: torch.device) -> Any:
     return event
 
 
-def _seconds(first: Any, later: Any) -> float:
+def seconds_between(first: Any, later: Any) -> float:
     """Seconds between two moments."""
     if isinstance(later, float):
         return float(later - first)
@@ -277,10 +277,10 @@ def denoise(pipe: Any, given: dict[str, Any], side: int, steps: int, latents: li
     """Seconds of every step; copies run ahead as they do in any run. ``latents`` has what the last one made then."""
     first = first_tensor(given)
     assert first is not None
-    moments = [_moment(first.device)]
+    moments = [moment(first.device)]
 
     def mark(*_: Any) -> dict[str, Any]:
-        moments.append(_moment(first.device))
+        moments.append(moment(first.device))
         return {}
 
     noise = torch.Generator().manual_seed(0)
@@ -290,7 +290,7 @@ def denoise(pipe: Any, given: dict[str, Any], side: int, steps: int, latents: li
     )  # fmt: skip
     if latents is not None:
         latents.append(made.images)
-    return [_seconds(start, end) for start, end in itertools.pairwise(moments)]
+    return [seconds_between(start, end) for start, end in itertools.pairwise(moments)]
 
 
 def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -332,7 +332,7 @@ def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.d
     marks: list[tuple[str, Any]] = []
     handles = [
         block.layers[0].module.register_forward_pre_hook(
-            lambda *_, name=block.name: marks.append((name, _moment(device)))
+            lambda *_, name=block.name: marks.append((name, moment(device)))
         )
         for block in blocks
     ]
@@ -345,7 +345,7 @@ def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.d
     times: dict[str, list[float]] = {block.name: [] for block in blocks}
     for first in range(_WARM * per_step, len(marks), per_step):
         for name, moment in marks[first : first + per_step]:
-            times[name].append(_seconds(marks[first][1], moment))
+            times[name].append(seconds_between(marks[first][1], moment))
     return {name: statistics.median(moments) for name, moments in times.items()}
 
 

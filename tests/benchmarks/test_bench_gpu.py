@@ -26,6 +26,7 @@ from benchmarks.gpu import (
     calibration,
     correctness,
     decodes,
+    drawn,
     kernels,
     peaks,
     peers,
@@ -49,6 +50,8 @@ def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peaks, "SHAPES", [("tiny", 64)])
     monkeypatch.setattr(streaming, "TASKS", [("tiny", 64)])
     monkeypatch.setattr(decodes, "PICTURES", [("tiny", 64)])
+    monkeypatch.setattr(drawn, "MODELS", ("tiny",))
+    monkeypatch.setattr(drawn, "SIDES", (64, 72))
     monkeypatch.setattr(attention, "LATENTS", [8])
     monkeypatch.setattr(workspaces, "SHAPES", [(2, 8, 4, 16)])
     monkeypatch.setattr(workspaces, "FRAMES", [(8, 4, 16)])
@@ -121,6 +124,19 @@ def test_decodes(at_once: None, tmp_path: Path) -> None:
     ran = whole, strips
     assert all(0 < row["host_seconds"] == row["second_seconds"] and row["predicted_seconds"] > 0 for row in ran)
     assert "| tiny | 64x64 | all, decode |" in text and "| tiny | 64x64 | decode in strips |" in text
+
+
+@pytest.mark.slow(6)
+def test_drawn_plans(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same cases in each call; a plan that passed its budget, or ran out of memory, is named."""
+    monkeypatch.setattr(drawn, "NUMBER", 2)
+    rows, text = run("drawn", tmp_path)
+    assert [{key: row[key] for key in case} for case, row in zip(drawn.drawn(), rows, strict=True)] == drawn.drawn()
+    assert all(row["same_bits"] and row["step_seconds"] > 0 < row["free_step_seconds"] for row in rows)
+    assert "stayed within the budget in 2 of 2 drawn plans" in text and text.count("| tiny | ") == 2
+    passed = rows[0] | {"reserved_bytes": 2 * rows[0]["vram"], "fallback_steps": 1}
+    fell = [line.partition("MiB: ")[2] for line in drawn.summary([passed]) if line.startswith("**")]
+    assert fell[0].startswith("reserved ") and fell[1] == "1 fallback steps"
 
 
 @pytest.mark.slow(12)
@@ -366,6 +382,13 @@ def test_the_commands_of_the_guide_are_all_parts_in_nine_minutes() -> None:
     commands = [found.split() for found in re.findall(r'^make gpu PART="?([\w -]+?)"? GPU_OUT', text, re.M)]
     assert [part for command in commands for part in command] == list(gpu.PARTS)
     assert all(sum(gpu.PARTS[part].seconds for part in command) <= 540 for command in commands)
+
+
+def test_the_help_of_the_command_names_all_parts() -> None:
+    from benchmarks.cli import app
+
+    told = CliRunner().invoke(app, ["gpu", "--help"], env={"COLUMNS": "400"}).output
+    assert re.search(f"{', '.join([*gpu.PARTS][:-1])} or {[*gpu.PARTS][-1]};", " ".join(told.split()))
 
 
 def test_a_later_call_goes_on(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

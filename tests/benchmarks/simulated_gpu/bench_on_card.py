@@ -34,7 +34,7 @@ not computed.
 _TIMES = {
     "s", "ms", "sdpa, ms", "torch's, ms", "this, ms", "times as fast", "host ms", "device ms", "plan s", "host s",
     "device s", "step ms", "/ resident", "simulated ms", "first ms", "second ms", "predicted ms",
-    "addresses ms", "modules ms",
+    "addresses ms", "modules ms", "free step ms",
 }  # fmt: skip
 _OF_TIMES = (
     "*Addresses*", "*Error*", "*Host*", "*Predicted*: by", "*Plan*", "*Simulated*", "Sizes may", "Not simulated",
@@ -52,7 +52,7 @@ def on_card() -> Any:
     from on_card import Simulated, rates_here
 
     from benchmarks import calls, gpu, peers_on_card, trial
-    from benchmarks.gpu import correctness, decodes, kernels, peaks, peers, replays, streaming, todays
+    from benchmarks.gpu import correctness, decodes, drawn, kernels, peaks, peers, replays, streaming, todays
     from sd_lowvram.devices import this_machine
 
     torch.set_num_threads(1)
@@ -65,7 +65,13 @@ def on_card() -> Any:
     trials = {correctness: "trial_correctness"}
     if NARROW:
         trials |= {peaks: "trial_peaks", kernels: "trial_passes", streaming: "trial_steps"}
-        trials |= {replays: "trial_replays", decodes: "trial_decodes", peers: "trial_peers", todays: "trial_todays"}
+        trials |= {
+            replays: "trial_replays",
+            drawn: "trial_drawn",
+            decodes: "trial_decodes",
+            peers: "trial_peers",
+            todays: "trial_todays",
+        }
     for module, name in trials.items():
         setattr(module, name, with_contents(getattr(module, name), simulated))
     this_machine.calibrate = rates_here
@@ -84,6 +90,7 @@ def make_narrow(everything: bool) -> None:
         attention,
         correctness,
         decodes,
+        drawn,
         kernels,
         peaks,
         peers,
@@ -104,6 +111,7 @@ def make_narrow(everything: bool) -> None:
     attention._RUNS = 1  # one of the largest has thousands of blocks, and each of their launches is Python's here
     if everything:
         peaks.SHAPES = streaming.TASKS = kernels.PASSES = decodes.PICTURES = (("narrow SD1.5", 64),)
+        drawn.MODELS, drawn.SIDES, drawn.NUMBER = ("narrow SD1.5",), (64, 96), 4
         replays.TASK = {"model": "narrow SD1.5", "side": 64}
         attention.LATENTS, workspaces.SHAPES, workspaces.FRAMES = (8,), ((2, 8, 4, 16),), ((8, 4, 16),)
         for part in (todays_part, peers):

@@ -21,7 +21,7 @@ from on_card import rates_here
 
 from benchmarks import gpu as bench
 from benchmarks import ladder, models, peers, peers_on_card, trial
-from benchmarks.gpu import attention, decodes, kernels, peaks, replays, sizes, streaming, workspaces
+from benchmarks.gpu import attention, decodes, drawn, kernels, peaks, replays, sizes, streaming, workspaces
 from benchmarks.gpu import peers as peers_part
 from benchmarks.gpu import todays as todays_part
 from sd_lowvram.checkpoints.architectures import architecture
@@ -51,6 +51,7 @@ def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "random_transformer": todays.with_embeddings,
         },
         decodes: {"PICTURES": [("tiny", 64)]},
+        drawn: {"MODELS": ("tiny",), "SIDES": (64, 96), "NUMBER": 2},
         sizes: {"_MODEL": "tiny", "_STEP": 64, "_LARGEST": 192, "CAPS": (64 * MIB,)},
     }.items():
         for name, value in values.items():
@@ -129,6 +130,9 @@ def test_every_part_ends_and_no_row_is_empty(
         whole, fused, strips = rows
         assert "Triton" in fused["failed"] and "aten::" in (tmp_path / strips["profile"]).read_text()
         assert whole["same_bits"] and strips["most"] < 0.05 and strips["measured_bytes"] < whole["measured_bytes"]
+    if part == "drawn":
+        assert "stayed within the budget in 2 of 2 drawn plans" in written.read_text()
+        assert all(row["same_bits"] and row["reserved_bytes"] > 0 and not row["fallback_steps"] for row in rows)
     if part == "peers":
         assert {row["name"] for row in rows} == {name for names in peers_part.ROUNDS for name in names}
         assert {row["model"] for row in rows if "failed" not in row} == {"tiny", "unet"}
