@@ -16,7 +16,7 @@ from sd_lowvram.units import MIB
 
 from ..models import PLENTY, least_budget, random_pipeline
 from ..tables import Columns, mib, ms, rows_table, yes
-from .peaks import held_on, is_in_budget
+from .peaks import held_on, in_budget, is_in_budget
 from .record import Case, ResultRows, as_predicted, fallen
 from .streaming import moment, seconds_between
 
@@ -165,7 +165,7 @@ _COLUMNS: Columns = (
     ("from", "{share}"),
     ("budget MiB", mib("vram")),
     ("reserved MiB", _reserved("")),
-    ("in budget", lambda row: "yes" if is_in_budget(row) else "**no**"),
+    ("in budget", in_budget),
     ("free reserved MiB", _reserved("free_")),
     ("fallback steps", "{fallback_steps}"),
     ("same bits", yes("same_bits")),

@@ -14,7 +14,7 @@ from sd_lowvram.units import GIB, MIB
 
 from ..models import PLENTY, random_transformer
 from ..tables import Columns, Row, mib, ms, rows_table, yes
-from .peaks import byte_claims, difference, held_on, is_in_budget, peak_of
+from .peaks import byte_claims, difference, held_on, in_budget, peak_of
 from .record import Case, ResultRows, as_predicted, fallen
 from .streaming import denoise
 
@@ -107,7 +107,7 @@ _COLUMNS: Columns = (
     ("measured MiB", lambda row: f"{(row['measured_bytes'] - row['library_bytes']) / MIB:.0f}"),
     ("difference", difference),
     ("reserved MiB", mib("reserved_bytes")),
-    ("in budget", lambda row: "yes" if is_in_budget(row) else "**no**"),
+    ("in budget", in_budget),
     ("same bits", lambda row: "" if row["same_bits"] is None else yes("same_bits")(row)),
     ("off", _off),
     ("step ms", ms("step_seconds")),

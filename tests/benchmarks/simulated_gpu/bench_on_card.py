@@ -37,7 +37,8 @@ _TIMES = {
     "addresses ms", "modules ms", "free step ms",
 }  # fmt: skip
 _OF_TIMES = (
-    "*Addresses*", "*Error*", "*Host*", "*Predicted*: by", "*Plan*", "*Simulated*", "Sizes may", "Not simulated",
+    "*Addresses*", "*Bits*: of", "*Error*", "*Host*", "*Predicted*: by", "*Plan*", "*Simulated*", "Sizes may",
+    "Not simulated",
 )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def _kind(line: str) -> str:
 
 def _columns(rows: list[list[str]]) -> Iterator[str]:
     heads = [head.strip() for head in rows[0]]
-    left_out = _TIMES | ({"error", "same bits"} if "error" in heads else set())
+    left_out = _TIMES | ({"error", "same bits"} if {"error", "/ resident", "free step ms"} & {*heads} else set())
     for row in rows:
         yield "|" + "|".join(cell for head, cell in zip(heads, row, strict=True) if head not in left_out) + "|"
 
