@@ -344,8 +344,8 @@ def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.d
     per_step = len(marks) // (_WARM + _STEPS)
     times: dict[str, list[float]] = {block.name: [] for block in blocks}
     for first in range(_WARM * per_step, len(marks), per_step):
-        for name, moment in marks[first : first + per_step]:
-            times[name].append(seconds_between(marks[first][1], moment))
+        for name, reached in marks[first : first + per_step]:
+            times[name].append(seconds_between(marks[first][1], reached))
     return {name: statistics.median(moments) for name, moments in times.items()}
 
 

@@ -33,7 +33,7 @@ not computed.
 """
 _TIMES = {
     "s", "ms", "sdpa, ms", "torch's, ms", "this, ms", "times as fast", "host ms", "device ms", "plan s", "host s",
-    "device s", "step ms", "/ resident", "simulated ms", "first ms", "second ms", "predicted ms",
+    "device s", "step ms", "/ resident", "simulated ms", "first ms", "second ms", "predicted ms", "resident ms",
     "addresses ms", "modules ms", "free step ms",
 }  # fmt: skip
 _OF_TIMES = (
