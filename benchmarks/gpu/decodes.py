@@ -72,7 +72,7 @@ def _decoded(
     with timed_calls(vae, where) as calls, measured(vae) as run, torch.inference_mode():
         made = [vae.decode(latents, return_dict=False)[0].cpu().float() for _ in range(2)]
     first, second = calls.device_seconds or calls.host_seconds
-    row = {
+    row: dict[str, Any] = {
         "first_seconds": first,
         "second_seconds": second,
         "host_seconds": calls.host_seconds[1],

@@ -141,7 +141,8 @@ def _claims(row: dict[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _size(row: dict[str, Any]) -> str:
-    return f"{row['width']}x{row['height']}" + f", {row['batch']} pictures" * (row["batch"] > 1)
+    batch = f", {row['batch']} pictures" if row["batch"] > 1 else ""
+    return f"{row['width']}x{row['height']}{batch}"
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:

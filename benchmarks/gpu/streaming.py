@@ -385,7 +385,8 @@ def _predicted(row: dict[str, Any]) -> str:
 
 def _with_figure(claim: dict[str, Any]) -> str:
     more = "" if claim.get("same_bytes", True) else ", in more bytes"
-    return claim["claim"] + (f" ({claim['figure']:.2f}{more})" if "figure" in claim else "")
+    figure = f" ({claim['figure']:.2f}{more})" if "figure" in claim else ""
+    return f"{claim['claim']}{figure}"
 
 
 def _over(seconds: dict[int, float], plain: dict[int, float]) -> str:
