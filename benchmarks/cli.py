@@ -195,8 +195,8 @@ def gpu(
         list[str] | None,
         typer.Option(
             "--part",
-            help="tests, calibration, workspaces, peaks, kernels, correctness, attention, streaming or max-size; may "
-            "be repeated. Left out: all.",
+            help="tests, calibration, workspaces, peaks, kernels, correctness, attention, streaming, todays, decodes, "
+            "peers, drawn or max-size; may be repeated. Left out: all.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for GPU.json and GPU.md.")] = Path("benchmarks/results"),
@@ -207,7 +207,7 @@ def gpu(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure an NVIDIA GPU: tests, then peaks, kernels, races, attention, streamed weights, largest pictures."""
+    """Measure an NVIDIA GPU: tests, then memory, kernels, races, attention, streamed weights, other programs, sizes."""
     with measuring(debug, not as_json):
         from .gpu import PARTS, failures, results_in, run, summary, unmeasured
 

@@ -2,7 +2,7 @@
 
 Writes ``<out>/<gpu>.json`` with everything that was measured, row by row as it comes, and ``<gpu>.md`` with a summary
 and tables of it. A call goes on with the rows that lack or have failed, as long as the machine and its libraries are
-the same.
+the same. Rows of another commit are measured anew, and stay until then.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import platform
 import time
@@ -29,6 +30,7 @@ from . import (
     calibration,
     correctness,
     decodes,
+    drawn,
     kernels,
     peaks,
     peers,
@@ -65,9 +67,10 @@ PARTS = {
     "todays": GpuPart(todays, 270.0),
     "decodes": GpuPart(decodes, 60.0),
     "peers": GpuPart(peers, 180.0),
+    "drawn": GpuPart(drawn, 240.0),
     "max-size": GpuPart(sizes, 540.0),
 }
-"""Parts in the order of their dependencies, then of their value if time is short: 63 minutes in all. Neighbours
+"""Parts in the order of their dependencies, then of their value if time is short: 67 minutes in all. Neighbours
 share commands of nine minutes, as docs/gpu.md says."""
 
 
@@ -101,19 +104,26 @@ def run(
         before = results.get(part, {})
         if again or not _same(before.get("machine", {}), machine):
             before = {}
-        measured = results[part] = {"machine": machine, "spent_seconds": 0.0, "rows": []} | before
-        measured["rows"] = [row for row in measured["rows"] if not _is_tried_again(row)]
+        rows = [_with_commit(row, before["machine"]) for row in before.get("rows", ()) if not _is_tried_again(row)]
+        measured = results[part] = {"spent_seconds": 0.0} | before | {"machine": machine, "rows": rows}
         _prepare(part, results, device)
         clock = PARTS[part].seconds if seconds is None else seconds
         spent, start = measured["spent_seconds"], time.monotonic()
         save = functools.partial(_write, place, results)
         save()
+        record = ResultRows(rows, clock, save, machine["commit"], place.parent)
         try:
-            PARTS[part].module.run(device, ResultRows(part, measured["rows"], clock, save))
+            PARTS[part].module.run(device, record)
+            record.drop_earlier()
         finally:
             measured["spent_seconds"] = spent + time.monotonic() - start
             save()
     return place.with_suffix(".md")
+
+
+def _with_commit(row: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
+    """The row with its commit, which older files name for the whole part."""
+    return row if "commit" in row else row | {"commit": machine.get("commit", "")}
 
 
 def _is_tried_again(row: dict[str, Any]) -> bool:
@@ -228,6 +238,23 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
             facts.insert(1, f"driver {machine['driver']}")
         yield from PARTS[part].module.lines(results[part])
         yield from ("", f"{', '.join(facts)}; the part took {results[part]['spent_seconds']:.0f} s.", "")
+        yield from (line for sentence in _earlier(results[part]) for line in (f"- {sentence}", ""))
+
+
+def _earlier(part: dict[str, Any]) -> Iterator[str]:
+    """Sentence on the rows of each commit that is not the one of ``part``."""
+    now, named = part.get("machine", {}).get("commit"), dict[str, list[str]]()
+    for row in part["rows"]:
+        if (number := row.get("commit", now)) != now:
+            named.setdefault(number, []).append(_name(row))
+    for number, names in named.items():
+        yield f"measured by {commit_words({'commit': number})}, not anew yet: {'; '.join(names)}"
+
+
+def _name(row: dict[str, Any]) -> str:
+    """Key of a row in words, which ends before the commit; of an older file's row, its first values."""
+    key = itertools.takewhile(lambda name: name != "commit", row)
+    return ", ".join(str(row[name]) for name in itertools.islice(key, 4) if isinstance(row[name], str | int | float))
 
 
 def summary(results: dict[str, Any]) -> Iterator[str]:
@@ -242,5 +269,6 @@ def summary(results: dict[str, Any]) -> Iterator[str]:
             told.append(f"**{failed} of {len(rows)} rows failed**")
         if lacking := _lacking(results[part]):
             told.append(f"no time was left for {lacking} rows")
+        told += (f"**{sentence}**" for sentence in _earlier(results[part]))
         yield f"- {part}: {'; '.join(told)}" if len(told) < 2 else f"- {part}:"
         yield from (f"  - {sentence}" for sentence in told if len(told) > 1)

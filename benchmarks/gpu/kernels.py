@@ -18,6 +18,7 @@ from sd_lowvram.memory import measured_peak
 from ..calls import timed_runs
 from ..models import embeddings, random_denoiser
 from ..tables import Columns, Row, mib, ms, pair_columns, rows_table, yes
+from . import replays
 from .peaks import held_on
 from .record import Case, ResultRows, in_order, not_run
 from .streaming import measured_steps
@@ -39,7 +40,7 @@ _SLACK, _FLOOR = 1.5, 2e-7
 
 
 def run(device: torch.device, record: ResultRows) -> None:
-    """Add a row for each kernel and type, then one for each way of a pass."""
+    """Add a row for each kernel and type, then one for each way of a pass, then those of :mod:`.replays`."""
     if importlib.util.find_spec("triton") is None:
         record.add({"kernel": "all of Triton's", "dtype": ""}, {"failed": "Triton is not installed"})
     else:
@@ -49,6 +50,7 @@ def run(device: torch.device, record: ResultRows) -> None:
         record.fill(kernels, trial_kernels, device=str(device))
     for model, side in PASSES:
         record.fill([{"model": model, "side": side, "pass": way} for way in WAYS], trial_passes, device=str(device))
+    replays.run(device, record)
 
 
 def trial_kernels(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -138,6 +140,10 @@ def _passes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return in_order((row for row in rows if "pass" in row), "model", "side")
 
 
+def _replays(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if "scheduler" in row]
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Summary for a reader."""
     ran = [row for row in _kernels(rows) if "error" in row and "ratio" in row]
@@ -152,6 +158,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         first = _plain_step(row, rows)
         if first and row.get("step_seconds") and row["pass"] != "as it is":
             yield f"{row['model']} at {row['side']}, {row['pass']}: {first / row['step_seconds']:.2f} times as fast"
+    yield from replays.summary(_replays(rows))
 
 
 def _plain_step(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
@@ -175,6 +182,9 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield ""
     passes = (row for row in _passes(part["rows"]) if "failed" not in row)
     yield from rows_table(_PASSES, ({**row, "plain_step": _plain_step(row, part["rows"])} for row in passes), of=2)
+    if rows := _replays(part["rows"]):
+        yield ""
+        yield from replays.lines(rows)
 
 
 _KERNELS: Columns = (

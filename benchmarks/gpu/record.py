@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from sd_lowvram import progress
 from sd_lowvram.units import GIB
 
 from .. import trial
+from ..h100_steps import WITHIN
 
 Case = dict[str, Any]
 """Key of a row: the plain values with which it begins."""
@@ -24,35 +26,49 @@ _HOST_BYTES = 6 * GIB
 
 
 class ResultRows:
-    """The rows of one part.
+    """The rows of one part, each with the commit by which it was measured.
 
     Attributes:
-        rows: those there are, in the order in which they came.
+        rows: those there are, in the order in which they came. Rows of other commits stay until they are measured anew.
+        folder: where results are written.
     """
 
-    def __init__(self, part: str, rows: list[dict[str, Any]], seconds: float, save: Callable[[], None]) -> None:
+    def __init__(
+        self, rows: list[dict[str, Any]], seconds: float, save: Callable[[], None], commit: str, folder: Path
+    ) -> None:
         self.rows = rows
-        self._part = part
+        self.folder = folder
+        self._commit = commit
         self._end = time.monotonic() + seconds
         self._save = save
         self._lock = threading.Lock()
+
+    @property
+    def measured(self) -> list[dict[str, Any]]:
+        """Rows of this commit for which the time was not too short."""
+        return [row for row in self.rows if row.get("commit") == self._commit and not row.get("timed_out")]
 
     def seconds(self) -> float:
         """Seconds that are left for the part."""
         return self._end - time.monotonic()
 
     def find(self, case: Case) -> dict[str, Any] | None:
-        """The row of ``case``, if it has been measured; one for which the time was too short has not."""
-        found = (row for row in self.rows if all(row.get(key) == value for key, value in case.items()))
-        return next((row for row in found if not row.get("timed_out")), None)
+        """The row of ``case``, if it has been measured by this commit and the time was not too short for it."""
+        return next((row for row in self.measured if is_of(row, case)), None)
 
     def add(self, case: Case, row: dict[str, Any]) -> None:
-        """Write a row, in place of one for which the time was too short."""
+        """Write a row in place of earlier ones. If the time was too short, figures of another commit stay with it."""
         with self._lock:
-            late = [one for one in self.rows if all(one.get(key) == value for key, value in case.items())]
-            for one in late:
-                self.rows.remove(one)
-            self.rows.append(case | row)
+            for one in [one for one in self.rows if is_of(one, case)]:
+                if one.get("timed_out") or not row.get("timed_out"):
+                    self.rows.remove(one)
+            self.rows.append(case | {"commit": self._commit} | row)
+            self._save()
+
+    def drop_earlier(self) -> None:
+        """Drop rows of other commits, if the time was enough for all rows: no case asks for these any more."""
+        if not any(row.get("timed_out") for row in self.rows):
+            self.rows[:] = self.measured
             self._save()
 
     def fill(self, cases: Sequence[Case], measured: Callable[..., Iterator[dict[str, Any]]], **shared: Any) -> None:
@@ -61,6 +77,11 @@ class ResultRows:
         rows = trial.measure_each(measured, missing, seconds=self.seconds, **shared)
         for case, row in zip(missing, rows, strict=True):
             self.add(case, row)
+
+
+def is_of(row: dict[str, Any], case: Case) -> bool:
+    """True if ``row`` has the key ``case``."""
+    return all(row.get(key) == value for key, value in case.items())
 
 
 def side_by_side(part: str, work: Callable[[Any], None], things: Sequence[Any], at_once: int) -> None:
@@ -100,6 +121,19 @@ def not_run(rows: Iterable[dict[str, Any]], name: Callable[[dict[str, Any]], str
             by_reason.setdefault(" ".join(why.split()), []).append(name(row))
     for why, names in by_reason.items():
         yield f"**not run here**: {'; '.join(dict.fromkeys(names))}: {why}"
+
+
+def fallen(claims: Iterable[tuple[str, bool]]) -> Iterator[str]:
+    """Sentence on each of ``claims`` that does not hold."""
+    for claim, holds in claims:
+        if not holds:
+            yield f"**does not hold**: {claim}"
+
+
+def as_predicted(name: str, seconds: float, predicted: float) -> tuple[str, bool]:
+    """Claim that ``seconds`` are near the predicted ones, and True if it holds."""
+    claim = f"{name}: {1000 * seconds:.1f} ms, predicted {1000 * predicted:.1f}"
+    return claim, abs(predicted / seconds - 1) <= WITHIN
 
 
 def in_order(rows: Iterable[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:

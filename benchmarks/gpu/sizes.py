@@ -28,7 +28,7 @@ def run(device: torch.device, record: ResultRows) -> None:
     """Add a row for each trial; sides of a cap and way share a process, caps and ways run in parallel."""
 
     def bisect(chain: Case) -> None:
-        tried = _tried(record.rows, chain)
+        tried = _tried(record.measured, chain)
         while (side := middle(tried)) is not None:
             asked = {"device": str(device), "model": _MODEL, "tried": list(tried.items()), **chain}
             for row in trial.stream(trial_sizes, seconds=record.seconds(), **asked):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sd_lowvram import progress
 from sd_lowvram.devices.calibration import copy_rate
@@ -17,32 +19,37 @@ from sd_lowvram.units import MIB
 from sd_lowvram.weights import first_tensor
 
 from ..calls import timed_calls
+from ..h100_steps import WITHIN
 from ..models import PLENTY, embeddings, random_denoiser
-from ..tables import milliseconds
+from ..tables import milliseconds, yes
 from .peaks import held_on
-from .record import Case, ResultRows
+from .record import Case, ResultRows, fallen, not_run
 
 SHARES = (100, 50, 25, 10)
 """Per cent of the UNet's weight bytes that are on the device, ring included."""
 LIMITED = "ours, limited"
 """Ours under a budget that just holds its settings, to which torch's allocator is limited."""
-_OURS = "ours", LIMITED
+RECORDED = "ours, recorded"
+"""Ours with steps recorded as CUDA graphs; attached without a plan, as plans refuse the knob."""
+_OURS = "ours", LIMITED, RECORDED
 _SLACK = 32 * MIB
 """More than a run may hold beyond its plan, so that no leaner one takes its place."""
-_RECORDED = ", recorded streams"
+_RECORD_STREAM = ", recorded streams"
 """Suffix of diffusers' ways with ``record_stream``: the host does not wait, and memory is freed later."""
 BASELINES = (
     "resident",
     "model offload",
     "group offload, leaves",
-    f"group offload, leaves{_RECORDED}",
+    f"group offload, leaves{_RECORD_STREAM}",
     "group offload, blocks",
-    f"group offload, blocks{_RECORDED}",
+    f"group offload, blocks{_RECORD_STREAM}",
     "sequential offload",
 )
 TASKS = (("sd15", 1024), ("sdxl", 1024), ("sd15", 2048))
 """A step of SD1.5 at 512x512 is some milliseconds on a large card, less than the host needs to ask for it."""
 _WARM, _STEPS = 3, 10
+COMPARED = 4
+"""Steps of a run whose latents are compared."""
 _SIMULATED = 0.15
 
 
@@ -53,9 +60,11 @@ def run(device: torch.device, record: ResultRows) -> None:
     one leaves something behind.
     """
     tasks: list[Case] = [{"model": model, "side": side} for model, side in TASKS]
-    ways = _OURS if device.type == "cuda" else _OURS[:1]
+    ways = ("ours", LIMITED) if device.type == "cuda" else ("ours",)
     for task in tasks:
         ours = [task | {"way": way, "share": share} for share in SHARES for way in ways]
+        if task == tasks[0] and device.type == "cuda":
+            ours += [task | {"way": RECORDED, "share": share} for share in SHARES[1:]]
         record.fill(ours, trial_steps, device=str(device))
     for task in progress.report_each("streaming", tasks):
         record.fill([task | {"way": way} for way in BASELINES], trial_steps, device=str(device))
@@ -86,12 +95,26 @@ def claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             fair = row["peak_bytes"] <= theirs["peak_bytes"]
             claim = f"at the device bytes of {row['instead_of']}, {least:g} times as fast or more"
             yield {"claim": claim, "figure": ratio, "holds": fair and ratio >= least, "same_bytes": fair}
-    simulated = _by_share(rows, "simulated")
+    simulated, plain = _by_share(rows, "simulated"), _by_share(rows, "ours")
     for row in rows:
-        if row["way"] == "ours" and row.get("share") in simulated:
-            ratio = row["step_seconds"] / simulated[row["share"]]
-            claim = f"{row['share']} % on the device: a step as long as simulated, to {_SIMULATED:.0%}"
-            yield {"claim": claim, "figure": ratio, "holds": abs(ratio - 1) <= _SIMULATED}
+        share = row.get("share")
+        if row["way"] == "ours" and share in simulated:
+            yield _as_long(row, "simulated", simulated[share], _SIMULATED)
+        if row["way"] == "ours" and share is not None and "predicted_step_seconds" in row:
+            yield _as_long(row, "predicted", row["predicted_step_seconds"], WITHIN)
+        if row["way"] == RECORDED and share in plain:
+            ratio = plain[share] / row["step_seconds"]
+            claim = f"{share} % on the device: a recorded step is no longer than one that is not recorded"
+            yield {"claim": claim, "figure": ratio, "holds": ratio >= 1.0}
+        if row.get("same_bits") is not None:
+            place = f"{share} %" if share is not None else f"{row['room_mib']} MiB"
+            yield {"claim": f"{row['way']}, {place}: the bits of the resident run", "holds": row["same_bits"]}
+
+
+def _as_long(row: dict[str, Any], name: str, seconds: float, within: float) -> dict[str, Any]:
+    ratio = row["step_seconds"] / seconds
+    claim = f"{row['share']} % on the device: a step as long as {name}, to {within:.0%}"
+    return {"claim": claim, "figure": ratio, "holds": abs(ratio - 1) <= within}
 
 
 def _by_share(rows: Sequence[dict[str, Any]], way: str) -> dict[int, float]:
@@ -109,13 +132,14 @@ def trial_steps(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     from sd_lowvram import restore
 
     where = torch.device(device)
-    pipe = None
+    pipe = wanted = None
     for case in cases:
         if pipe is None or case["way"] not in _OURS:
             pipe = None  # what was there goes before the next is drawn
             held_on(where)
             pipe = random_denoiser(case["model"], where)
-        yield _steps(pipe, where, case)
+            wanted = _resident_latents(pipe, where, case["side"]) if case["way"] in _OURS else None
+        yield _steps(pipe, where, case, wanted)
         if case["way"] in _OURS:
             restore(pipe)
         else:
@@ -124,8 +148,27 @@ def trial_steps(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
             return
 
 
-def _steps(pipe: Any, where: torch.device, case: Case) -> dict[str, Any]:
+def _resident_latents(pipe: Any, where: torch.device, side: int) -> Tensor | None:
+    """Latents of a run with all weights on the device; None if they do not fit."""
+    from sd_lowvram import Settings, attached
+
+    try:
+        with attached(pipe, Settings(offload="none", inference_mode=True), device=where):
+            return _latents(pipe, where, side)
+    except torch.cuda.OutOfMemoryError:
+        return None
+
+
+def _latents(pipe: Any, where: torch.device, side: int) -> Tensor:
+    """Latents of a short run in host memory; its last steps are replays if steps are recorded."""
+    made: list[Tensor] = []
+    denoise(pipe, embeddings(pipe, where), side, COMPARED, made)
+    return made[0].cpu()
+
+
+def _steps(pipe: Any, where: torch.device, case: Case, wanted: Tensor | None) -> dict[str, Any]:
     from sd_lowvram.errors import BudgetError
+    from sd_lowvram.progress import capture_events
     from sd_lowvram.weights import weight_bytes
 
     side, weights = case["side"], weight_bytes(pipe.unet)
@@ -134,13 +177,20 @@ def _steps(pipe: Any, where: torch.device, case: Case) -> dict[str, Any]:
         room = case["room_mib"] if "room_mib" in case else max(1, weights * case["share"] // 100 // MIB)
         settings = {"offload": "none"} if case.get("share") == 100 else {"offload": "blocks", "weights_mib": room}
     try:
-        _place(pipe, where, side, case["way"], settings)
+        row = _place(pipe, where, side, case["way"], settings)
     except BudgetError:
         if "room_mib" not in case:
             raise
         settings = {"offload": "layer"}  # less memory than blocks need: the least that there is
-        _place(pipe, where, side, case["way"], settings)
-    return {"settings": settings, "weights_bytes": weights} | measured_steps(pipe, where, embeddings(pipe, where), side)
+        row = _place(pipe, where, side, case["way"], settings)
+    row |= {"settings": settings, "weights_bytes": weights}
+    told: list[str] = []
+    with capture_events(told.append):
+        if wanted is not None:
+            row["same_bits"] = torch.equal(_latents(pipe, where, side), wanted)
+        row |= measured_steps(pipe, where, embeddings(pipe, where), side)
+    refused = [sentence for sentence in told if sentence.startswith("streamed_graphs: ")]
+    return {"failed": refused[0]} if refused else row
 
 
 def measured_steps(pipe: Any, where: torch.device, given: dict[str, Any], side: int) -> dict[str, Any]:
@@ -164,17 +214,12 @@ def measured_steps(pipe: Any, where: torch.device, given: dict[str, Any], side: 
     }
 
 
-def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[str, Any]) -> None:
-    """Place the weights as ``way`` says."""
+def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Place the weights as ``way`` says, and return the seconds of a step that a plan predicts, if there is one."""
     if way in _OURS:
-        from sd_lowvram import Settings, optimize
-
-        asked: dict[str, Any] = {"width": side, "height": side, "device": device}
-        chosen = optimize(pipe, vram=PLENTY, settings=Settings(**settings), **asked)
-        if way == LIMITED:
-            held = chosen.predicted.reserved_bytes + chosen.predicted.overhead_bytes
-            optimize(pipe, vram=f"{held + _SLACK} b", settings=chosen.settings, **asked)
-        return
+        chosen = _attach_ours(pipe, device, side, way, settings)
+        seconds = next(stage.seconds for stage in chosen.stages if stage.name == "denoise")
+        return {} if way == RECORDED else {"predicted_step_seconds": seconds / chosen.request.steps}
     if way == "resident":
         pipe.to(device)
     elif way == "model offload":
@@ -189,12 +234,30 @@ def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[
             offload_type="leaf_level" if leaves else "block_level",
             num_blocks_per_group=None if leaves else 1,
             use_stream=True,
-            record_stream=way.endswith(_RECORDED),
+            record_stream=way.endswith(_RECORD_STREAM),
         )
+    return {}
 
 
-def _moment(device: torch.device) -> Any:
-    """A timestamp of a run, for :func:`_seconds`, without synchronising."""
+def _attach_ours(pipe: Any, device: torch.device, side: int, way: str, settings: dict[str, Any]) -> Any:
+    """Attach the plan with these ``settings``, or for :data:`RECORDED` the plan's settings with recorded steps."""
+    from sd_lowvram import Settings, optimize, plan
+    from sd_lowvram.session import attach
+
+    asked: dict[str, Any] = {"width": side, "height": side, "device": device}
+    if way == RECORDED:
+        chosen = plan(pipe, vram=PLENTY, settings=Settings(**settings), **asked)
+        attach(pipe, dataclasses.replace(chosen.settings, streamed_graphs=True), device, chosen.timing)
+        return chosen
+    chosen = optimize(pipe, vram=PLENTY, settings=Settings(**settings), **asked)
+    if way == LIMITED:
+        held = chosen.predicted.reserved_bytes + chosen.predicted.overhead_bytes
+        optimize(pipe, vram=f"{held + _SLACK} b", settings=chosen.settings, **asked)
+    return chosen
+
+
+def moment(device: torch.device) -> Any:
+    """A timestamp of a run, for :func:`seconds_between`, without synchronising."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -202,7 +265,7 @@ def _moment(device: torch.device) -> Any:
     return event
 
 
-def _seconds(first: Any, later: Any) -> float:
+def seconds_between(first: Any, later: Any) -> float:
     """Seconds between two moments."""
     if isinstance(later, float):
         return float(later - first)
@@ -214,10 +277,10 @@ def denoise(pipe: Any, given: dict[str, Any], side: int, steps: int, latents: li
     """Seconds of every step; copies run ahead as they do in any run. ``latents`` has what the last one made then."""
     first = first_tensor(given)
     assert first is not None
-    moments = [_moment(first.device)]
+    moments = [moment(first.device)]
 
     def mark(*_: Any) -> dict[str, Any]:
-        moments.append(_moment(first.device))
+        moments.append(moment(first.device))
         return {}
 
     noise = torch.Generator().manual_seed(0)
@@ -227,7 +290,7 @@ def denoise(pipe: Any, given: dict[str, Any], side: int, steps: int, latents: li
     )  # fmt: skip
     if latents is not None:
         latents.append(made.images)
-    return [_seconds(start, end) for start, end in itertools.pairwise(moments)]
+    return [seconds_between(start, end) for start, end in itertools.pairwise(moments)]
 
 
 def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -269,7 +332,7 @@ def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.d
     marks: list[tuple[str, Any]] = []
     handles = [
         block.layers[0].module.register_forward_pre_hook(
-            lambda *_, name=block.name: marks.append((name, _moment(device)))
+            lambda *_, name=block.name: marks.append((name, moment(device)))
         )
         for block in blocks
     ]
@@ -281,8 +344,8 @@ def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.d
     per_step = len(marks) // (_WARM + _STEPS)
     times: dict[str, list[float]] = {block.name: [] for block in blocks}
     for first in range(_WARM * per_step, len(marks), per_step):
-        for name, moment in marks[first : first + per_step]:
-            times[name].append(_seconds(marks[first][1], moment))
+        for name, reached in marks[first : first + per_step]:
+            times[name].append(seconds_between(marks[first][1], reached))
     return {name: statistics.median(moments) for name, moments in times.items()}
 
 
@@ -292,14 +355,38 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         own = [row for row in rows if (row["model"], row["side"]) == (model, side)]
         judged = list(claims(own))
         resident = next((row.get("step_seconds") for row in own if row["way"] == "resident"), None)
-        ours, limited = (_by_share(own, way) for way in _OURS)
+        ours, limited, recorded = (_by_share(own, way) for way in _OURS)
         judgement = f"{sum(claim['holds'] for claim in judged)} of {len(judged)} claims hold"
         if resident and ours:
             whole = dict.fromkeys(ours, resident)
             judgement += f", a step by the share on the device over the resident one: {_over(ours, whole)}"
         if limited:
             judgement += f", limited to its bytes over not limited: {_over(limited, ours)}"
+        if recorded:
+            judgement += f", recorded over not recorded: {_over(recorded, ours)}"
         yield f"{model} at {side}: {judgement}"
+        if ours:
+            yield f"{model} at {side}, ms a step: {_beside_predicted(own)}"
+        yield from fallen((f"{model} at {side}, {_with_figure(claim)}", claim["holds"]) for claim in judged)
+    yield from not_run(rows, lambda row: f"{row['model']} at {row['side']}, {row['way']}, {row['share']} %")
+
+
+def _beside_predicted(rows: Sequence[dict[str, Any]]) -> str:
+    """Our steps by the share of the weights on the device, each with the predicted one."""
+    own = [row for row in rows if row["way"] == "ours" and "share" in row and "step_seconds" in row]
+    steps = (f"{row['share']} % {1000 * row['step_seconds']:.1f}{_predicted(row)}" for row in own)
+    return ", ".join(steps)
+
+
+def _predicted(row: dict[str, Any]) -> str:
+    seconds = row.get("predicted_step_seconds")
+    return "" if seconds is None else f" (predicted {1000 * seconds:.1f})"
+
+
+def _with_figure(claim: dict[str, Any]) -> str:
+    more = "" if claim.get("same_bytes", True) else ", in more bytes"
+    figure = f" ({claim['figure']:.2f}{more})" if "figure" in claim else ""
+    return f"{claim['claim']}{figure}"
 
 
 def _over(seconds: dict[int, float], plain: dict[int, float]) -> str:
@@ -316,9 +403,12 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
         yield f"{model} at {side}x{side} with guidance, the UNet alone; medians of {_STEPS} steps. *Host*: until the"
         yield "call of the UNet returned, Python's and torch's work and what they waited for; *device*: between the"
         yield "events around that call, gaps included: where both are as long, the device waited for the host."
-        yield "*Allocated*: the most, in MiB. *Simulated*: from measured block times and copy rate."
+        yield "*Allocated*: the most, in MiB. *Predicted*: by the plan with these settings. *Simulated*: from measured"
+        yield "block times and copy rate. *Bits*: of the latents, compared with those of all weights on the device."
         if _by_share(rows, LIMITED):
             yield "*Limited*: the same settings, and torch's allocator is limited to a budget that just holds them."
+        if _by_share(rows, RECORDED):
+            yield "*Recorded*: the same settings, and steps are recorded as CUDA graphs, their copies too."
         yield ""
         resident = next((row.get("step_seconds") for row in rows if row["way"] == "resident"), None)
         simulated = _by_share(rows, "simulated")
@@ -330,19 +420,23 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
         for claim in claims(rows):
             verdict = "holds" if claim["holds"] else "**does not hold**"
             yield ""
-            yield f"- {claim['claim']}: {verdict} ({claim['figure']:.2f})"
+            yield f"- {_with_figure(claim)}: {verdict}"
 
 
-_HEADS = "way", "weights on the device", "step ms", "/ resident", "simulated ms", "host ms", "device ms", "allocated"
+_HEADS = (
+    "way", "weights on the device", "step ms", "/ resident", "predicted ms", "simulated ms", "host ms", "device ms",
+    "allocated", "same bits",
+)  # fmt: skip
 
 
 def _cells(row: dict[str, Any], resident: float | None, simulated: dict[int, float]) -> list[str]:
     way = row["way"] + (f", at the bytes of {row['instead_of']}" if "instead_of" in row else "")
     held = f"{row['share']} %" if "share" in row else f"{row['room_mib']} MiB" if "room_mib" in row else ""
-    if "error" in row:
-        return [way, held, row["error"].replace("|", "/"), *[""] * (len(_HEADS) - 3)]
+    if (error := row.get("error") or row.get("failed")) is not None:
+        return [way, held, error.replace("|", "/"), *[""] * (len(_HEADS) - 3)]
     ratio = f"{row['step_seconds'] / resident:.2f}" if resident else ""
     expected = simulated.get(row["share"]) if row["way"] == "ours" and "share" in row else None
-    times = [row["step_seconds"], expected, row["host_seconds"], row["device_seconds"]]
-    step, *others = milliseconds(*times)
-    return [way, held, step, ratio, *others, f"{row['peak_bytes'] / MIB:.0f}"]
+    times = [row.get("predicted_step_seconds"), expected, row["host_seconds"], row["device_seconds"]]
+    step, *others = milliseconds(row["step_seconds"], *times)
+    bits = "" if row.get("same_bits") is None else yes("same_bits")(row)
+    return [way, held, step, ratio, *others, f"{row['peak_bytes'] / MIB:.0f}", bits]

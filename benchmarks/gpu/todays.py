@@ -14,8 +14,8 @@ from sd_lowvram.units import GIB, MIB
 
 from ..models import PLENTY, random_transformer
 from ..tables import Columns, Row, mib, ms, rows_table, yes
-from .peaks import difference, held_on, peak_of
-from .record import Case, ResultRows
+from .peaks import byte_claims, difference, held_on, in_budget, peak_of
+from .record import Case, ResultRows, as_predicted, fallen
 from .streaming import denoise
 
 MODELS = "z-image-turbo", "flux1-dev"
@@ -72,6 +72,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"{difference(row)}, a step of {row['step_seconds']:.2f} s, predicted {row['predicted_step_seconds']:.2f}, "
             f"resident {row['resident_step_seconds']:.2f}"
         )
+        yield from fallen(_claims(row))
+
+
+def _claims(row: Row) -> Iterator[tuple[str, bool]]:
+    """Claims on a row, each with True if it holds."""
+    name = f"{row['model']} at {row['side']} in {row['vram'] / GIB:g} GiB"
+    yield f"{name}: the bits of the resident run", row["same_bits"] is not False  # None: they were not compared
+    yield as_predicted(f"{name}: a step", row["step_seconds"], row["predicted_step_seconds"])
+    yield from byte_claims(row)
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:
@@ -98,6 +107,7 @@ _COLUMNS: Columns = (
     ("measured MiB", lambda row: f"{(row['measured_bytes'] - row['library_bytes']) / MIB:.0f}"),
     ("difference", difference),
     ("reserved MiB", mib("reserved_bytes")),
+    ("in budget", in_budget),
     ("same bits", lambda row: "" if row["same_bits"] is None else yes("same_bits")(row)),
     ("off", _off),
     ("step ms", ms("step_seconds")),

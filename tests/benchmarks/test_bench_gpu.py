@@ -26,9 +26,11 @@ from benchmarks.gpu import (
     calibration,
     correctness,
     decodes,
+    drawn,
     kernels,
     peaks,
     peers,
+    replays,
     sizes,
     streaming,
     suite,
@@ -48,6 +50,8 @@ def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peaks, "SHAPES", [("tiny", 64)])
     monkeypatch.setattr(streaming, "TASKS", [("tiny", 64)])
     monkeypatch.setattr(decodes, "PICTURES", [("tiny", 64)])
+    monkeypatch.setattr(drawn, "MODELS", ("tiny",))
+    monkeypatch.setattr(drawn, "SIDES", (64, 72))
     monkeypatch.setattr(attention, "LATENTS", [8])
     monkeypatch.setattr(workspaces, "SHAPES", [(2, 8, 4, 16)])
     monkeypatch.setattr(workspaces, "FRAMES", [(8, 4, 16)])
@@ -81,6 +85,7 @@ def test_peaks(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     rows, text = run("peaks", tmp_path)
     assert [row.get("error") for row in rows] == [None, None]
     assert all(row["within"] for row in rows)
+    assert "reserved bytes, with the driver's share, stayed within the budget in 2 of 2" in text
     assert all(0 < row["host_seconds"] <= row["measured_seconds"] and row["plan_seconds"] > 0 for row in rows)
     least, most = rows
     assert least["vram"] < most["vram"]
@@ -102,43 +107,67 @@ def test_streaming(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {row["way"] for row in rows if "error" in row} <= set(streaming.BASELINES) - {"resident"}
     simulated = {row["share"]: row["step_seconds"] for row in rows if row["way"] == "simulated"}
     assert set(simulated) == {50, 25, 10} and all(seconds > 0 for seconds in simulated.values())
-    assert {claim["claim"][:4] for claim in streaming.claims(rows)} == {"50 %", "25 %", "10 %"}
-    assert "| ours | 25 % |" in text
+    assert {claim["claim"][:4] for claim in streaming.claims(rows)} == {"100 ", "50 %", "25 %", "10 %", "ours"}
+    assert all(row["same_bits"] and row["predicted_step_seconds"] > 0 for row in ours)
+    assert "| ours | 25 % |" in text and "ms a step: 100 % " in text and " (predicted " in text
 
 
 @pytest.mark.slow(4)
 def test_decodes(at_once: None, tmp_path: Path) -> None:
-    """The same settings as those that were measured on an H100, by the same names."""
+    """The same settings as those that were measured on an H100, by the same names; fused kernels need a GPU."""
     rows, text = run("decodes", tmp_path)
-    whole, strips = rows
+    whole, fused, strips = rows
+    assert "Triton" in fused.pop("failed") and fused.pop("way") == "all, fused kernels"
+    assert "**not run here**: tiny at 64, all, fused kernels: " in text
+    assert "aten::" in (tmp_path / strips["profile"]).read_text() and "profile" not in whole
     assert whole["same_bits"] and 0 < strips["most"] < 1e-4
-    assert all(0 < row["host_seconds"] == row["second_seconds"] and row["predicted_seconds"] > 0 for row in rows)
+    ran = whole, strips
+    assert all(0 < row["host_seconds"] == row["second_seconds"] and row["predicted_seconds"] > 0 for row in ran)
     assert "| tiny | 64x64 | all, decode |" in text and "| tiny | 64x64 | decode in strips |" in text
+
+
+@pytest.mark.slow(6)
+def test_drawn_plans(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same cases in each call; a plan that passed its budget, or ran out of memory, is named."""
+    monkeypatch.setattr(drawn, "NUMBER", 2)
+    rows, text = run("drawn", tmp_path)
+    assert [{key: row[key] for key in case} for case, row in zip(drawn.drawn(), rows, strict=True)] == drawn.drawn()
+    assert all(row["same_bits"] and row["step_seconds"] > 0 < row["free_step_seconds"] for row in rows)
+    assert "stayed within the budget in 2 of 2 drawn plans" in text and text.count("| tiny | ") == 2
+    passed = rows[0] | {"reserved_bytes": 2 * rows[0]["vram"], "fallback_steps": 1}
+    fell = [line.partition("MiB: ")[2] for line in drawn.summary([passed]) if line.startswith("**")]
+    assert fell[0].startswith("reserved ") and fell[1] == "1 fallback steps"
 
 
 @pytest.mark.slow(12)
 def test_peers(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours and resident ways run on a CPU; a package that is not installed has one row, and runs once it is."""
     installed: set[str] = set()
+    assert {f"{name}, {size} GiB" for name in ("sd-lowvram", "mmgp 3.8.2", "AirCanvas 0.1.0") for size in (4, 6, 8)} < {
+        name for names in peers.ROUNDS for name in names
+    }
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name in installed else None)
     monkeypatch.setattr(peers_on_card, "_CARD", CPU)
     short = (peers_on_card.PLAIN, *peers.OURS, "diffusers, groups by leaf, stream"), ("mmgp 3.8.2, 200 MB",)
-    small = {"MODELS": ("tiny", "other"), "SIDE": 64, "ROUNDS": short, "random_transformer": todays.with_embeddings}
+    small: dict[str, Any] = {"MODELS": ("tiny", "other", "unet"), "UNETS": ("unet",), "SIDE": 64, "ROUNDS": short}
+    small["random_transformer"] = todays.with_embeddings
     for name, value in small.items():
         monkeypatch.setattr(peers, name, value)
     rows, text = run("peers", tmp_path)
     ran = [row for row in rows if "step_seconds" in row]
-    assert [row["name"] for row in ran] == 2 * [peers_on_card.PLAIN, *peers.OURS]
+    assert [row["name"] for row in ran] == 3 * [peers_on_card.PLAIN, *peers.OURS]
+    assert {row["model"] for row in ran} == {"tiny", "other", "unet"}
     assert all(row["same_bits"] and row["step_seconds"] >= row["host_seconds"] > 0 for row in ran)
     assert "streams" in next(row["error"] for row in rows if row["name"] == "diffusers, groups by leaf, stream")
     assert text.count("| mmgp 3.8.2, 200 MB | not installed |") == 1
     assert "**not run here**: mmgp 3.8.2, 200 MB; diffusers-dynamic-offloader" in text
-    monkeypatch.setitem(peers.THEIRS, "mmgp 3.8.2, 200 MB", lambda pipe: None)
+    monkeypatch.setitem(peers.ATTACH, "mmgp 3.8.2, 200 MB", lambda pipe: None)
     installed.add("mmgp")
     rows, text = run("peers", tmp_path)
     assert [row["model"] for row in rows if row["name"].startswith("mmgp") and "step_seconds" in row] == [
         "tiny",
         "other",
+        "unet",
     ]
 
 
@@ -205,6 +234,7 @@ def test_passes_of_a_unet(at_once: None, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "TYPES", ["float32"])
     ways = {name: settings for name, settings in kernels.WAYS.items() if name != "compiled"}
     monkeypatch.setattr(kernels, "WAYS", {**ways, "channels last": {"channels_last": True}})
+    monkeypatch.setattr(replays, "TASK", {"model": "tiny", "side": 64})
     rows, text = run("kernels", tmp_path)
     passes = {row["pass"]: row for row in rows if "pass" in row}
     assert set(passes) == set(kernels.WAYS)
@@ -212,6 +242,10 @@ def test_passes_of_a_unet(at_once: None, tmp_path: Path, monkeypatch: pytest.Mon
     assert 0 <= passes["channels last"]["error"] < 1e-5 and passes["channels last"]["step_seconds"] > 0
     assert "NVIDIA" in passes["CUDA graphs"]["failed"] and "Triton" in passes["fused kernels"]["failed"]
     assert "| tiny, 64x64 | as it is | yes | 0.0e+00 |" in text
+    plain, recorded = ([row for row in rows if row.get("recorded") is on] for on in (False, True))
+    assert [row["scheduler"] for row in plain] == ["DDIM", "Euler"]
+    assert all(row["same_bits"] and row["step_seconds"] > 0 < row["predicted_step_seconds"] for row in plain)
+    assert all("NVIDIA" in row["failed"] for row in recorded) and "| tiny, 64x64 | Euler | no | yes |" in text
     assert all("riton" in row["failed"] for row in rows if "kernel" in row)
 
 
@@ -350,6 +384,13 @@ def test_the_commands_of_the_guide_are_all_parts_in_nine_minutes() -> None:
     assert all(sum(gpu.PARTS[part].seconds for part in command) <= 540 for command in commands)
 
 
+def test_the_help_of_the_command_names_all_parts() -> None:
+    from benchmarks.cli import app
+
+    told = CliRunner().invoke(app, ["gpu", "--help"], env={"COLUMNS": "400"}).output
+    assert re.search(f"{', '.join([*gpu.PARTS][:-1])} or {[*gpu.PARTS][-1]};", " ".join(told.split()))
+
+
 def test_a_later_call_goes_on(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are there stay, those without time are measured, and all of them for other libraries or when asked."""
     run("attention", tmp_path)
@@ -400,6 +441,45 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
     assert asked[5:] == [0.1, 0.5, 1.0]  # what failed, but for want of memory, is tried again
 
 
+def test_rows_of_another_commit_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then they stay, and are named with their commit; rows of this commit stay."""
+    asked: list[float] = []
+
+    def trial_of_shares(device: str, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for case in cases[: len(cases) if enough else 2]:
+            asked.append(case["share"])
+            yield {"error": "as planned", "out_of_memory": True}
+        yield from ({"error": "no time was left", "timed_out": True} for _ in cases[2:] if not enough)
+
+    monkeypatch.setattr(trial, "stream", lambda run, *, seconds, **arguments: run(**arguments))
+    monkeypatch.setattr(peaks, "trial_peaks", trial_of_shares)
+    enough = True
+    monkeypatch.setattr(gpu, "commit", lambda: "aaaaaaa")
+    rows, text = run("peaks", tmp_path)
+    assert {row["commit"] for row in rows} == {"aaaaaaa"} and "not anew yet" not in text
+    place = tmp_path / "cpu.json"
+    results = json.loads(place.read_text())
+    for row in results["peaks"]["rows"][:1]:
+        del row["commit"]  # as in older files
+    results["peaks"]["rows"].append({"model": "gone", "side": 64, "share": 0.5, "commit": "aaaaaaa", "error": "old"})
+    results["peaks"]["rows"][-1] |= {"out_of_memory": True}
+    place.write_text(json.dumps(results))
+    enough = False
+    monkeypatch.setattr(gpu, "commit", lambda: "bbbbbbb")
+    rows, text = run("peaks", tmp_path)
+    assert [row["share"] for row in rows if row["commit"] == "bbbbbbb"] == [0.0, 0.1, 0.5, 1.0]
+    assert [row["share"] for row in rows if row["commit"] == "aaaaaaa"] == [0.5, 1.0, 0.5]
+    left = "measured by commit aaaaaaa, not anew yet: tiny, 64, 0.5; tiny, 64, 1.0; gone, 64, 0.5"
+    assert f"- **{left}**" in text and f"\n- {left}\n" in text and "commit bbbbbbb; the part took" in text
+    enough = True
+    rows, text = run("peaks", tmp_path)
+    assert asked == [*peaks.SHARES, *peaks.SHARES[:2], *peaks.SHARES[2:]]
+    assert [(row["model"], row["share"], row["commit"]) for row in rows] == [
+        ("tiny", share, "bbbbbbb") for share in peaks.SHARES
+    ]
+    assert "not anew yet" not in text
+
+
 def test_no_time_is_left(tmp_path: Path) -> None:
     gpu.run(out=tmp_path, device=CPU, seconds=0)
     results = json.loads((tmp_path / "cpu.json").read_text())
@@ -437,6 +517,37 @@ def test_what_counts_as_predicted(predicted: int, measured: int, good: bool) -> 
     assert peaks.within(92 * MIB, 100 * MIB) and not peaks.within(91 * MIB, 100 * MIB)
 
 
+def test_what_is_reserved_is_compared_with_the_budget() -> None:
+    """The driver's share counts; both the summary and the table name a plan that passed its budget."""
+    row: dict[str, Any] = {"model": "sd15", "side": 512, "share": 0.0, "vram": 700 * MIB}
+    row |= {"settings": {}, "stage": "decode"}
+    row |= {"predicted_bytes": 100 * MIB, "measured_bytes": 130 * MIB, "library_bytes": 0, "within": False}
+    row |= {"overhead_bytes": 500 * MIB, "reserved_bytes": 201 * MIB, "predicted_reserved_bytes": 200 * MIB}
+    row |= dict.fromkeys(("plan_seconds", "host_seconds", "device_seconds"), 1.0)
+    told = list(peaks.summary([row, {**row, "vram": 701 * MIB, "within": True}]))
+    assert "reserved bytes, with the driver's share, stayed within the budget in 1 of 2" in told
+    assert told[-2:] == [
+        "**does not hold**: sd15 at 512 in 700 MiB: allocated 130 MiB, predicted 100",
+        "**does not hold**: sd15 at 512 in 700 MiB: reserved 701 MiB with the driver's share",
+    ]
+    assert "| 201 | **no** | (500) |" in "\n".join(peaks.lines({"rows": [row]}))
+
+
+def test_comparisons_of_recorded_models_are_summed_up() -> None:
+    row: dict[str, Any] = {"model": "sd15", "side": 512, "scheduler": "Euler", "same_bits": True}
+    plain = row | {"recorded": False, "step_seconds": 0.02, "predicted_step_seconds": 0.02}
+    recorded = row | {"recorded": True, "step_seconds": 0.03, "predicted_step_seconds": 0.01}
+    recorded |= {"addresses_seconds": 0.001, "facts_seconds": 0.02}
+    told, *fell = replays.summary([plain, recorded])
+    assert told == (
+        "sd15 at 512, Euler, recorded: 30.0 ms a step, 20.0 without; comparing addresses 1.00 ms, all modules 20.00 ms"
+    )
+    assert fell == [
+        "**does not hold**: sd15 at 512, Euler, recorded: a step: 30.0 ms, predicted 10.0",
+        "**does not hold**: sd15 at 512, Euler, recorded: a step is no longer than one that is not recorded",
+    ]
+
+
 def test_claims_are_judged() -> None:
     def row(way: str, seconds: float, peak: int, **more: Any) -> dict[str, Any]:
         return {"way": way, "step_seconds": seconds, "peak_bytes": peak, **more}
@@ -455,6 +566,25 @@ def test_claims_are_judged() -> None:
     assert simulated["holds"] is True
     rows[3]["peak_bytes"] = 2 * GIB
     assert next(streaming.claims(rows))["holds"] is False
+
+
+def test_a_summary_names_each_claim_that_fell() -> None:
+    task = {"model": "sd15", "side": 1024, "share": 50, "peak_bytes": GIB}
+    rows = [
+        task | {"way": "ours", "step_seconds": 0.07, "predicted_step_seconds": 0.05, "same_bits": True},
+        task | {"way": streaming.RECORDED, "step_seconds": 0.08, "same_bits": False},
+        task | {"way": streaming.RECORDED, "share": 25, "failed": "streamed_graphs: cannot be recorded"},
+    ]
+    judged, steps, *fell, not_here = streaming.summary(rows)
+    assert "1 of 4 claims hold" in judged and judged.endswith("recorded over not recorded: 50 % 1.14")
+    assert steps == "sd15 at 1024, ms a step: 50 % 70.0 (predicted 50.0)"
+    assert fell == [
+        "**does not hold**: sd15 at 1024, 50 % on the device: a step as long as predicted, to 25% (1.40)",
+        "**does not hold**: sd15 at 1024, 50 % on the device: a recorded step is no longer than one that is not "
+        "recorded (0.88)",
+        "**does not hold**: sd15 at 1024, ours, recorded, 50 %: the bits of the resident run",
+    ]
+    assert not_here.endswith("sd15 at 1024, ours, recorded, 25 %: streamed_graphs: cannot be recorded")
 
 
 _TRIAL_OF_MANY = """

@@ -33,9 +33,13 @@ not computed.
 """
 _TIMES = {
     "s", "ms", "sdpa, ms", "torch's, ms", "this, ms", "times as fast", "host ms", "device ms", "plan s", "host s",
-    "device s", "step ms", "/ resident", "simulated ms", "first ms", "second ms", "predicted ms",
+    "device s", "step ms", "/ resident", "simulated ms", "first ms", "second ms", "predicted ms", "resident ms",
+    "addresses ms", "modules ms", "free step ms",
 }  # fmt: skip
-_OF_TIMES = ("*Error*", "*Host*", "*Plan*", "*Simulated*", "Sizes may", "Not simulated")
+_OF_TIMES = (
+    "*Addresses*", "*Bits*: of", "*Error*", "*Host*", "*Predicted*: by", "*Plan*", "*Simulated*", "Sizes may",
+    "Not simulated",
+)  # fmt: skip
 
 
 def on_card() -> Any:
@@ -49,7 +53,7 @@ def on_card() -> Any:
     from on_card import Simulated, rates_here
 
     from benchmarks import calls, gpu, peers_on_card, trial
-    from benchmarks.gpu import correctness, decodes, kernels, peaks, peers, streaming, todays
+    from benchmarks.gpu import correctness, decodes, drawn, kernels, peaks, peers, replays, streaming, todays
     from sd_lowvram.devices import this_machine
 
     torch.set_num_threads(1)
@@ -62,7 +66,13 @@ def on_card() -> Any:
     trials = {correctness: "trial_correctness"}
     if NARROW:
         trials |= {peaks: "trial_peaks", kernels: "trial_passes", streaming: "trial_steps"}
-        trials |= {decodes: "trial_decodes", peers: "trial_peers", todays: "trial_todays"}
+        trials |= {
+            replays: "trial_replays",
+            drawn: "trial_drawn",
+            decodes: "trial_decodes",
+            peers: "trial_peers",
+            todays: "trial_todays",
+        }
     for module, name in trials.items():
         setattr(module, name, with_contents(getattr(module, name), simulated))
     this_machine.calibrate = rates_here
@@ -77,7 +87,19 @@ def make_narrow(everything: bool) -> None:
     import todays
 
     from benchmarks import models
-    from benchmarks.gpu import attention, correctness, decodes, kernels, peaks, peers, sizes, streaming, workspaces
+    from benchmarks.gpu import (
+        attention,
+        correctness,
+        decodes,
+        drawn,
+        kernels,
+        peaks,
+        peers,
+        replays,
+        sizes,
+        streaming,
+        workspaces,
+    )
     from benchmarks.gpu import todays as todays_part
     from sd_lowvram.kernels.attention import determinism
 
@@ -90,9 +112,12 @@ def make_narrow(everything: bool) -> None:
     attention._RUNS = 1  # one of the largest has thousands of blocks, and each of their launches is Python's here
     if everything:
         peaks.SHAPES = streaming.TASKS = kernels.PASSES = decodes.PICTURES = (("narrow SD1.5", 64),)
+        drawn.MODELS, drawn.SIDES, drawn.NUMBER = ("narrow SD1.5",), (64, 96), 4
+        replays.TASK = {"model": "narrow SD1.5", "side": 64}
         attention.LATENTS, workspaces.SHAPES, workspaces.FRAMES = (8,), ((2, 8, 4, 16),), ((8, 4, 16),)
         for part in (todays_part, peers):
             part.MODELS, part.SIDE, part.random_transformer = ("narrow FLUX.1",), 64, todays.with_embeddings
+        peers.MODELS, peers.UNETS = ("narrow FLUX.1", "narrow SD1.5"), ("narrow SD1.5",)
         sizes._MODEL, sizes._STEP, sizes._LARGEST, sizes.CAPS = "narrow SD1.5", 64, 192, (64 << 20,)
 
 
@@ -132,7 +157,7 @@ def _kind(line: str) -> str:
 
 def _columns(rows: list[list[str]]) -> Iterator[str]:
     heads = [head.strip() for head in rows[0]]
-    left_out = _TIMES | ({"error", "same bits"} if "error" in heads else set())
+    left_out = _TIMES | ({"error", "same bits"} if {"error", "/ resident", "free step ms"} & {*heads} else set())
     for row in rows:
         yield "|" + "|".join(cell for head, cell in zip(heads, row, strict=True) if head not in left_out) + "|"
 

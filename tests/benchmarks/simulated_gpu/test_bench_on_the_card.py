@@ -21,7 +21,7 @@ from on_card import rates_here
 
 from benchmarks import gpu as bench
 from benchmarks import ladder, models, peers, peers_on_card, trial
-from benchmarks.gpu import attention, decodes, kernels, peaks, sizes, streaming, workspaces
+from benchmarks.gpu import attention, decodes, drawn, kernels, peaks, replays, sizes, streaming, workspaces
 from benchmarks.gpu import peers as peers_part
 from benchmarks.gpu import todays as todays_part
 from sd_lowvram.checkpoints.architectures import architecture
@@ -33,17 +33,25 @@ MIB = 1 << 20
 @pytest.fixture
 def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Narrow models and small pictures, in this process, which is left without a cap."""
+    small = {"SIDE": 64, "random_transformer": todays.with_embeddings}
     for module, values in {
         models: {"architecture": lambda name: tiny.config("sd15")},
         this_machine: {"calibrate": rates_here},  # measuring takes minutes here
         peaks: {"SHAPES": [("tiny", 64)]},
         streaming: {"TASKS": [("tiny", 64)], "_WARM": 1, "_STEPS": 2},
         kernels: {"PASSES": [("tiny", 64)]},
+        replays: {"TASK": {"model": "tiny", "side": 64}},
         attention: {"LATENTS": [8], "_RUNS": 2},
         workspaces: {"SHAPES": [(2, 8, 4, 16)], "FRAMES": [(8, 4, 16)]},
-        todays_part: {"MODELS": ("tiny",), "SIDE": 64, "random_transformer": todays.with_embeddings},
-        peers_part: {"MODELS": ("tiny",), "SIDE": 64, "random_transformer": todays.with_embeddings},
+        todays_part: {"MODELS": ("tiny",), **small},
+        peers_part: {
+            "MODELS": ("tiny", "unet"),
+            "UNETS": ("unet",),
+            "SIDE": 64,
+            "random_transformer": todays.with_embeddings,
+        },
         decodes: {"PICTURES": [("tiny", 64)]},
+        drawn: {"MODELS": ("tiny",), "SIDES": (64, 96), "NUMBER": 2},
         sizes: {"_MODEL": "tiny", "_STEP": 64, "_LARGEST": 192, "CAPS": (64 * MIB,)},
     }.items():
         for name, value in values.items():
@@ -112,16 +120,25 @@ def test_every_part_ends_and_no_row_is_empty(
         assert not [row for row in rows if not row["within"] or not row["reserved_bytes"] >= row["measured_bytes"] > 0]
     if part == "streaming":
         assert not [row for row in rows if "error" in row]
-        assert {row["way"] for row in rows} == {"ours", streaming.LIMITED, "simulated", *streaming.BASELINES}
+        own = "ours", streaming.LIMITED, streaming.RECORDED
+        assert {row["way"] for row in rows} == {*own, "simulated", *streaming.BASELINES}
+        assert all(row["same_bits"] for row in rows if row["way"] in own)
+        assert [row["share"] for row in rows if row["way"] == streaming.RECORDED] == [50, 25, 10]
         assert "limited to its bytes over not limited: 100 %" in written.read_text()
         assert len([row for row in rows if "instead_of" in row]) == len(streaming.BASELINES) - 2
     if part == "decodes":
-        whole, strips = rows
+        whole, fused, strips = rows
+        assert "Triton" in fused["failed"] and "aten::" in (tmp_path / strips["profile"]).read_text()
         assert whole["same_bits"] and strips["most"] < 0.05 and strips["measured_bytes"] < whole["measured_bytes"]
+    if part == "drawn":
+        assert "stayed within the budget in 2 of 2 drawn plans" in written.read_text()
+        assert all(row["same_bits"] and row["reserved_bytes"] > 0 and not row["fallback_steps"] for row in rows)
     if part == "peers":
         assert {row["name"] for row in rows} == {name for names in peers_part.ROUNDS for name in names}
-        ran = {row["name"]: row for row in rows if "failed" not in row}
-        assert all(row["same_bits"] for row in ran.values()) and ran["diffusers"]["pinned_bytes"] == 0
+        assert {row["model"] for row in rows if "failed" not in row} == {"tiny", "unet"}
+        assert all(row["same_bits"] for row in rows if "failed" not in row)
+        ran = {row["name"]: row for row in rows if row["model"] == "tiny"}
+        assert ran["diffusers"]["pinned_bytes"] == 0
         assert ran["diffusers, groups by leaf, stream"]["pinned_bytes"] > 0
     if part == "calibration":
         assert [row["what"] for row in rows if row.get("measured")] == ["rates", "overhead", "host", "kernels"]
@@ -129,6 +146,9 @@ def test_every_part_ends_and_no_row_is_empty(
         passes = {row["pass"]: row for row in rows if "pass" in row}
         assert passes["CUDA graphs"]["same_bits"] and passes["CUDA graphs"]["step_seconds"] > 0
         assert "Triton" in passes["fused kernels"]["failed"]
+        recorded = [row for row in rows if row.get("recorded")]
+        assert [row["scheduler"] for row in recorded] == ["DDIM", "Euler"]
+        assert all(row["same_bits"] and row["facts_seconds"] > row["addresses_seconds"] > 0 for row in recorded)
     assert gpu.card.unsimulated == 0 or part == "attention"
 
 
