@@ -141,6 +141,26 @@ def test_an_adapter_has_passes_recorded_anew(gpu: Any, pipe: Any) -> None:
     sd_lowvram.restore(pipe)
 
 
+def test_the_scale_of_an_ip_adapter_changes_between_recorded_steps(gpu: Any) -> None:
+    """It is a list in the attention processors."""
+    pipe = families.with_ip_adapters("plain").to(GPU)
+
+    def changing(pipe: Any, step: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
+        pipe.set_ip_adapter_scale(0.6 if step < 3 else 0.1)
+        return kept
+
+    given = {"ip_adapter_image": families.SEEN, "callback_on_step_end": changing, "steps": 8}
+    unchanged = run(pipe, ip_adapter_image=families.SEEN, steps=8)
+    pipe.set_ip_adapter_scale(0.6)
+    wanted = planned(pipe, **given)
+    assert tiny.relative_error(wanted, unchanged) > 1e-3
+    pipe.set_ip_adapter_scale(0.6)
+    sd_lowvram.optimize(pipe, vram="8GB", settings=GRAPHS, **SIZE)
+    replays = gpu.card.replays
+    assert torch.equal(run(pipe, **given), wanted) and gpu.card.replays > replays + 4
+    sd_lowvram.restore(pipe)
+
+
 def test_a_replay_that_began_before_a_change_was_found_is_dropped(gpu: Any, pipe: Any) -> None:
     """Settings and plain tensors are compared while the device works, addresses before."""
     given = torch.zeros(1, 4, 8, 8, device=GPU), torch.tensor(5, device=GPU), torch.ones(1, 7, 32, device=GPU)
