@@ -60,7 +60,8 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         f"card's memory, and the RAM in which weights and activations wait, of {_RAM / GIB:.0f} GiB (none if it is "
         "not listed). The time is that of a picture after the first, which takes longer. Nothing ran on a card."
     )
-    both = [pair for row in report["rows"] for pair in _pairs(row["cells"]) if all("seconds" in cell for cell in pair)]
+    pairs = (pair for row in report["rows"] for pair in zip(row["cells"][::2], row["cells"][1::2], strict=True))
+    both = [pair for pair in pairs if all("seconds" in cell for cell in pair)]
     if both:
         times = [ours["seconds"] / plain["seconds"] for plain, ours in both]
         more = [(ours["peak_bytes"] - plain["peak_bytes"]) / MIB for plain, ours in both]
@@ -72,11 +73,6 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     heads = [f"{cell['side']}x{cell['side']}, {cell['policy']}" for cell in report["rows"][0]["cells"]]
     yield from table(("card", "memory", *heads), map(_row, report["rows"]))
-
-
-def _pairs(cells: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], ...]]:
-    """The cells of diffusers' default and of ours for each size."""
-    return zip(*(iter(cells),) * len(POLICIES), strict=True)
 
 
 def _row(row: dict[str, Any]) -> list[str]:

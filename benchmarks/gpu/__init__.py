@@ -264,11 +264,11 @@ def summary(results: dict[str, Any]) -> Iterator[str]:
             yield f"- {part}: not yet"
             continue
         rows = results[part]["rows"]
-        told = list(module.summary(rows))
+        sentences = list(module.summary(rows))
         if failed := sum(_broke(row) and not row.get("timed_out") for row in rows):
-            told.append(f"**{failed} of {len(rows)} rows failed**")
+            sentences.append(f"**{failed} of {len(rows)} rows failed**")
         if lacking := _lacking(results[part]):
-            told.append(f"no time was left for {lacking} rows")
-        told += (f"**{sentence}**" for sentence in _earlier(results[part]))
-        yield f"- {part}: {'; '.join(told)}" if len(told) < 2 else f"- {part}:"
-        yield from (f"  - {sentence}" for sentence in told if len(told) > 1)
+            sentences.append(f"no time was left for {lacking} rows")
+        sentences += (f"**{sentence}**" for sentence in _earlier(results[part]))
+        yield f"- {part}: {'; '.join(sentences)}" if len(sentences) < 2 else f"- {part}:"
+        yield from (f"  - {sentence}" for sentence in sentences if len(sentences) > 1)

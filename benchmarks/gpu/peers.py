@@ -43,8 +43,8 @@ CAPPED = {
     **{f"AirCanvas 0.1.0, {size} GiB": aircanvas(f"{size * GIB / 1e9:.2f}GB") for size in CAPS},
 }
 """Packages to which a limit is stated: of weights, for mmgp."""
-ATTACH = THEIRS | CAPPED
-"""Functions that let another program move a pipeline's weights, by name."""
+ATTACH = {name: attach for name, attach in THEIRS.items() if not name.startswith(("mmgp", "AirCanvas"))} | CAPPED
+"""Functions that let another program move a pipeline's weights, by name. Limits of the simulated card are left out."""
 _OTHERS = [name for name in ATTACH if not name.startswith("diffusers,") and name != PLAIN]
 """Packages that are installed manually."""
 _TRANSFORMERS_ONLY = "AirCanvas"

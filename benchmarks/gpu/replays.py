@@ -72,13 +72,13 @@ def _steps(
     from sd_lowvram.errors import SettingsError
     from sd_lowvram.progress import capture_events
 
-    given, made, told = embeddings(pipe, where), list[Tensor](), list[str]()
+    given, made, messages = embeddings(pipe, where), list[Tensor](), list[str]()
     settings = Settings(offload="none", cuda_graphs=recorded)
     plan = optimize(pipe, vram=PLENTY, width=side, height=side, device=where, settings=settings)
-    with capture_events(told.append), timed_checks() as checks:
+    with capture_events(messages.append), timed_checks() as checks:
         denoise(pipe, given, side, COMPARED, made)
         row = measured_steps(pipe, where, given, side) if timed else {}
-    if refused := [sentence for sentence in told if sentence.startswith("cuda_graphs: ")]:
+    if refused := [sentence for sentence in messages if sentence.startswith("cuda_graphs: ")]:
         raise SettingsError(refused[0])
     seconds = next(stage.seconds for stage in plan.stages if stage.name == "denoise")
     row |= {"predicted_step_seconds": seconds / plan.request.steps}
@@ -111,10 +111,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Summary for a reader."""
     for row in rows:
         if row["recorded"] and "step_seconds" in row:
-            told = f"{_name(row)}, recorded: {1000 * row['step_seconds']:.1f} ms a step"
+            sentence = f"{_name(row)}, recorded: {1000 * row['step_seconds']:.1f} ms a step"
             if (plain := _plain_step(row, rows)) is not None:
-                told += f", {1000 * plain:.1f} without"
-            yield f"{told}; comparing addresses {_ms(row, 'addresses')}, all modules {_ms(row, 'facts')}"
+                sentence += f", {1000 * plain:.1f} without"
+            yield f"{sentence}; comparing addresses {_ms(row, 'addresses')}, all modules {_ms(row, 'facts')}"
     yield from fallen(claim for row in rows if "step_seconds" in row for claim in _claims(row, rows))
     yield from not_run(rows, lambda row: f"{_name(row)}, recorded")
 

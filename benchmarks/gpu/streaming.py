@@ -184,12 +184,12 @@ def _steps(pipe: Any, where: torch.device, case: Case, wanted: Tensor | None) ->
         settings = {"offload": "layer"}  # less memory than blocks need: the least that there is
         row = _place(pipe, where, side, case["way"], settings)
     row |= {"settings": settings, "weights_bytes": weights}
-    told: list[str] = []
-    with capture_events(told.append):
+    messages: list[str] = []
+    with capture_events(messages.append):
         if wanted is not None:
             row["same_bits"] = torch.equal(_latents(pipe, where, side), wanted)
         row |= measured_steps(pipe, where, embeddings(pipe, where), side)
-    refused = [sentence for sentence in told if sentence.startswith("streamed_graphs: ")]
+    refused = [sentence for sentence in messages if sentence.startswith("streamed_graphs: ")]
     return {"failed": refused[0]} if refused else row
 
 

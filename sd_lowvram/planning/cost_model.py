@@ -483,7 +483,7 @@ class Pricing:
             figures: its trace.
             stays: traced bytes of weights that stay from step to step, in segments of their own like ControlNet maps.
         """
-        if not stage.repeats or not self._joins:
+        if not stage.repeats:
             return 0
         return max(0, figures.segment_bytes - sum(size // ROUND * ROUND for size in (stays, self._maps_bytes[0])))
 

@@ -148,7 +148,7 @@ def test_peers(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name in installed else None)
     monkeypatch.setattr(peers_on_card, "_CARD", CPU)
-    short = (peers_on_card.PLAIN, *peers.OURS, "diffusers, groups by leaf, stream"), ("mmgp 3.8.2, 200 MB",)
+    short = (peers_on_card.PLAIN, *peers.OURS, "diffusers, groups by leaf, stream"), ("mmgp 3.8.2, 4 GiB",)
     small: dict[str, Any] = {"MODELS": ("tiny", "other", "unet"), "UNETS": ("unet",), "SIDE": 64, "ROUNDS": short}
     small["random_transformer"] = todays.with_embeddings
     for name, value in small.items():
@@ -159,9 +159,9 @@ def test_peers(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {row["model"] for row in ran} == {"tiny", "other", "unet"}
     assert all(row["same_bits"] and row["step_seconds"] >= row["host_seconds"] > 0 for row in ran)
     assert "streams" in next(row["error"] for row in rows if row["name"] == "diffusers, groups by leaf, stream")
-    assert text.count("| mmgp 3.8.2, 200 MB | not installed |") == 1
-    assert "**not run here**: mmgp 3.8.2, 200 MB; diffusers-dynamic-offloader" in text
-    monkeypatch.setitem(peers.ATTACH, "mmgp 3.8.2, 200 MB", lambda pipe: None)
+    assert text.count("| mmgp 3.8.2, 4 GiB | not installed |") == 1
+    assert "**not run here**: diffusers-dynamic-offloader 0.1.0rc2; mmgp 3.8.2, 4 GiB" in text
+    monkeypatch.setitem(peers.ATTACH, "mmgp 3.8.2, 4 GiB", lambda pipe: None)
     installed.add("mmgp")
     rows, text = run("peers", tmp_path)
     assert [row["model"] for row in rows if row["name"].startswith("mmgp") and "step_seconds" in row] == [
@@ -387,8 +387,8 @@ def test_the_commands_of_the_guide_are_all_parts_in_nine_minutes() -> None:
 def test_the_help_of_the_command_names_all_parts() -> None:
     from benchmarks.cli import app
 
-    told = CliRunner().invoke(app, ["gpu", "--help"], env={"COLUMNS": "400"}).output
-    assert re.search(f"{', '.join([*gpu.PARTS][:-1])} or {[*gpu.PARTS][-1]};", " ".join(told.split()))
+    shown = CliRunner().invoke(app, ["gpu", "--help"], env={"COLUMNS": "400"}).output
+    assert re.search(f"{', '.join([*gpu.PARTS][:-1])} or {[*gpu.PARTS][-1]};", " ".join(shown.split()))
 
 
 def test_a_later_call_goes_on(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,9 +524,9 @@ def test_what_is_reserved_is_compared_with_the_budget() -> None:
     row |= {"predicted_bytes": 100 * MIB, "measured_bytes": 130 * MIB, "library_bytes": 0, "within": False}
     row |= {"overhead_bytes": 500 * MIB, "reserved_bytes": 201 * MIB, "predicted_reserved_bytes": 200 * MIB}
     row |= dict.fromkeys(("plan_seconds", "host_seconds", "device_seconds"), 1.0)
-    told = list(peaks.summary([row, {**row, "vram": 701 * MIB, "within": True}]))
-    assert "reserved bytes, with the driver's share, stayed within the budget in 1 of 2" in told
-    assert told[-2:] == [
+    sentences = list(peaks.summary([row, {**row, "vram": 701 * MIB, "within": True}]))
+    assert "reserved bytes, with the driver's share, stayed within the budget in 1 of 2" in sentences
+    assert sentences[-2:] == [
         "**does not hold**: sd15 at 512 in 700 MiB: allocated 130 MiB, predicted 100",
         "**does not hold**: sd15 at 512 in 700 MiB: reserved 701 MiB with the driver's share",
     ]
@@ -538,8 +538,8 @@ def test_comparisons_of_recorded_models_are_summed_up() -> None:
     plain = row | {"recorded": False, "step_seconds": 0.02, "predicted_step_seconds": 0.02}
     recorded = row | {"recorded": True, "step_seconds": 0.03, "predicted_step_seconds": 0.01}
     recorded |= {"addresses_seconds": 0.001, "facts_seconds": 0.02}
-    told, *fell = replays.summary([plain, recorded])
-    assert told == (
+    figures, *fell = replays.summary([plain, recorded])
+    assert figures == (
         "sd15 at 512, Euler, recorded: 30.0 ms a step, 20.0 without; comparing addresses 1.00 ms, all modules 20.00 ms"
     )
     assert fell == [

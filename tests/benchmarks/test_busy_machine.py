@@ -21,18 +21,18 @@ def row_of(lines: Any, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "cells"),
     [
         ({}, ["2.000 ± 1%", "1.000 ± 2%", "2.00 ± 3%"]),
         ({"own": 0.3}, ["", "", tables.BUSY]),
         ({"ratio_spread": 0.4}, ["", "", tables.BUSY]),
     ],
 )
-def test_a_ratio_and_both_its_sides_are_told_or_omitted(change: dict[str, Any], told: list[str]) -> None:
+def test_a_ratio_and_both_its_sides_are_printed_or_omitted(change: dict[str, Any], cells: list[str]) -> None:
     row = {"name": "this", "error": 0.0, "warm_up_seconds": 0.0, "fidelity": "bitwise", "published": None, "own": 1.0}
     report = {"source": "B", "model": "demo", "size": 64, "device": "cpu", "threads": 1, "torch": "2", "pairs": 3}
     lines = ladder.lines({**report, "left_out": {}, "rows": [{**row, **PAIR, **change}]})
-    assert row_of(lines, "this")[1:4] == told
+    assert row_of(lines, "this")[1:4] == cells
 
 
 def test_a_processor_that_others_have_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

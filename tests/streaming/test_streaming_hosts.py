@@ -211,7 +211,7 @@ def _interrupt(pipe: Any) -> None:
 @pytest.mark.parametrize("way", ["all stay", *STREAMED])
 @pytest.mark.parametrize("act", [_fuse, _interrupt])
 def test_a_callback_may_fuse_a_lora_or_interrupt(way: str, act: Callable[[Any], None]) -> None:
-    """In the middle of a run, and the next run has the bits of a resident one too."""
+    """Compare the run in which it happens, and the next one, with resident runs."""
     pipe, twin = families.plain("sd15"), families.plain("sd15")
     lora = lora_of(pipe)
 
