@@ -17,7 +17,7 @@ from sd_lowvram.units import MIB
 from ..models import PLENTY, least_budget, random_pipeline
 from ..tables import Columns, mib, ms, rows_table, yes
 from .peaks import held_on, in_budget, is_in_budget
-from .record import Case, ResultRows, as_predicted, fallen
+from .record import Case, ResultRows, as_predicted, fallen, predicted_step
 from .streaming import moment, seconds_between
 
 MODELS = "sd15", "sd15", "sdxl"
@@ -65,7 +65,6 @@ def trial_drawn(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
             sizes: dict[str, Any] = {key: case[key] for key in ("width", "height", "batch")} | {"device": where}
             vram = _budget(pipe, case["share"], sizes)
             chosen = optimize(pipe, vram=f"{vram} b", **sizes)
-            seconds = next(stage.seconds for stage in chosen.stages if stage.name == "denoise")
             last = attachments(pipe)[-1]
             bound, last.bound = last.bound, None
             free, wanted = _drawn(pipe, case, where)
@@ -74,7 +73,7 @@ def trial_drawn(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
             yield {
                 "vram": vram,
                 "overhead_bytes": chosen.predicted.overhead_bytes,
-                "predicted_step_seconds": seconds / chosen.request.steps,
+                **predicted_step(chosen),
                 **limited,
                 **{f"free_{name}": value for name, value in free.items()},
                 "fallback_steps": len(attachments(pipe)[-1].plan.fallback_steps),

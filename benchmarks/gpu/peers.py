@@ -25,7 +25,7 @@ from ..models import embeddings, random_denoiser, random_transformer
 from ..peers_on_card import PLAIN, THEIRS, aircanvas, mmgp
 from ..tables import Columns, mib, ms, rows_table, yes
 from .peaks import held_on
-from .record import Case, ResultRows, as_predicted, fallen, not_run
+from .record import Case, ResultRows, as_predicted, fallen, not_run, predicted_step
 from .todays import TIMED, final_latents
 
 MODELS = "flux1-dev", "z-image-turbo", "sdxl"
@@ -112,8 +112,7 @@ def _measured(name: str, pipe: Any, given: dict[str, Any], where: torch.device) 
     else:
         guided = given.get("guidance_scale") != 0
         plan = optimize(own, vram=f"{OURS[name]} b", width=SIDE, height=SIDE, guided=guided, device=where)
-        seconds = next(stage.seconds for stage in plan.stages if stage.name == "denoise")
-        row["predicted_step_seconds"] = seconds / plan.request.steps
+        row |= predicted_step(plan)
     before = torch.cuda.memory_allocated(where) if on_gpu else 0
     made: list[Any] = []
     with timed_calls(own, where, "unet" if hasattr(own, "unet") else "transformer") as calls:
@@ -182,6 +181,7 @@ _COLUMNS: Columns = (
     ("step ms", ms("step_seconds")),
     ("predicted ms", ms("predicted_step_seconds")),
     ("host ms", ms("host_seconds")),
+    ("predicted host ms", ms("predicted_host_seconds")),
     ("allocated MiB", mib("peak_bytes")),
     ("reserved MiB", mib("reserved_bytes")),
     ("locked GiB", lambda row: f"{row['pinned_bytes'] / GIB:.1f}"),

@@ -130,6 +130,13 @@ def fallen(claims: Iterable[tuple[str, bool]]) -> Iterator[str]:
             yield f"**does not hold**: {claim}"
 
 
+def predicted_step(plan: Any) -> dict[str, float]:
+    """Seconds of a denoising step as ``plan`` predicts them, and those of the host and of the device in it."""
+    stage = next(stage for stage in plan.stages if stage.name == "denoise")
+    clocks = {"step": stage.seconds, "host": stage.host_seconds, "device": stage.device_seconds}
+    return {f"predicted_{name}_seconds": seconds / plan.request.steps for name, seconds in clocks.items()}
+
+
 def as_predicted(name: str, seconds: float, predicted: float) -> tuple[str, bool]:
     """Claim that ``seconds`` are near the predicted ones, and True if it holds."""
     claim = f"{name}: {1000 * seconds:.1f} ms, predicted {1000 * predicted:.1f}"

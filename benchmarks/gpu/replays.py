@@ -20,7 +20,7 @@ from .. import calls
 from ..models import PLENTY, embeddings, random_denoiser
 from ..tables import Columns, Row, ms, rows_table, yes
 from .peaks import held_on
-from .record import Case, ResultRows, as_predicted, fallen, not_run
+from .record import Case, ResultRows, as_predicted, fallen, not_run, predicted_step
 from .streaming import COMPARED, denoise, measured_steps
 
 TASK: Case = {"model": "sd15", "side": 512}
@@ -80,8 +80,7 @@ def _steps(
         row = measured_steps(pipe, where, given, side) if timed else {}
     if refused := [sentence for sentence in messages if sentence.startswith("cuda_graphs: ")]:
         raise SettingsError(refused[0])
-    seconds = next(stage.seconds for stage in plan.stages if stage.name == "denoise")
-    row |= {"predicted_step_seconds": seconds / plan.request.steps}
+    row |= predicted_step(plan)
     row |= {f"{name}_seconds": statistics.median(found) for name, found in checks.items() if found}
     return made[0].cpu(), row
 
@@ -159,7 +158,9 @@ _COLUMNS: Columns = (
     ("step ms", ms("step_seconds")),
     ("predicted ms", ms("predicted_step_seconds")),
     ("host ms", ms("host_seconds")),
+    ("predicted host ms", ms("predicted_host_seconds")),
     ("device ms", ms("device_seconds")),
+    ("predicted device ms", ms("predicted_device_seconds")),
     ("addresses ms", ms("addresses_seconds")),
     ("modules ms", ms("facts_seconds")),
 )

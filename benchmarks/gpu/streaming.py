@@ -23,7 +23,7 @@ from ..h100_steps import WITHIN
 from ..models import PLENTY, embeddings, random_denoiser
 from ..tables import milliseconds, yes
 from .peaks import held_on
-from .record import Case, ResultRows, fallen, not_run
+from .record import Case, ResultRows, fallen, not_run, predicted_step
 
 SHARES = (100, 50, 25, 10)
 """Per cent of the UNet's weight bytes that are on the device, ring included."""
@@ -215,11 +215,10 @@ def measured_steps(pipe: Any, where: torch.device, given: dict[str, Any], side: 
 
 
 def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Place the weights as ``way`` says, and return the seconds of a step that a plan predicts, if there is one."""
+    """Place the weights as ``way`` says, and return what a plan predicts of a step, if there is one."""
     if way in _OURS:
         chosen = _attach_ours(pipe, device, side, way, settings)
-        seconds = next(stage.seconds for stage in chosen.stages if stage.name == "denoise")
-        return {} if way == RECORDED else {"predicted_step_seconds": seconds / chosen.request.steps}
+        return {} if way == RECORDED else predicted_step(chosen)
     if way == "resident":
         pipe.to(device)
     elif way == "model offload":
@@ -403,6 +402,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
         yield f"{model} at {side}x{side} with guidance, the UNet alone; medians of {_STEPS} steps. *Host*: until the"
         yield "call of the UNet returned, Python's and torch's work and what they waited for; *device*: between the"
         yield "events around that call, gaps included: where both are as long, the device waited for the host."
+        yield "Predicted device times are without gaps."
         yield "*Allocated*: the most, in MiB. *Predicted*: by the plan with these settings. *Simulated*: from measured"
         yield "block times and copy rate. *Bits*: of the latents, compared with those of all weights on the device."
         if _by_share(rows, LIMITED):
@@ -412,7 +412,8 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
         yield ""
         resident = next((row.get("step_seconds") for row in rows if row["way"] == "resident"), None)
         simulated = _by_share(rows, "simulated")
-        yield from table(_HEADS, (_cells(row, resident, simulated) for row in rows if row["way"] != "simulated"))
+        cells = [_cells(row, resident, simulated) for row in rows if row["way"] != "simulated"]
+        yield from table(*_filled_columns(_HEADS, cells))
         for row in rows:
             if row["way"] == "simulated" and "error" in row:
                 yield ""
@@ -424,9 +425,16 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
 
 
 _HEADS = (
-    "way", "weights on the device", "step ms", "/ resident", "predicted ms", "simulated ms", "host ms", "device ms",
-    "allocated", "same bits",
+    "way", "weights on the device", "step ms", "/ resident", "predicted ms", "simulated ms", "host ms",
+    "predicted host ms", "device ms", "predicted device ms", "allocated", "same bits",
 )  # fmt: skip
+
+
+def _filled_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """The columns of a table in which a row has a figure."""
+    filled = [any(row[number] for row in rows) for number in range(len(heads))]
+    kept, *cells = ([*itertools.compress(row, filled)] for row in (heads, *rows))
+    return kept, cells
 
 
 def _cells(row: dict[str, Any], resident: float | None, simulated: dict[int, float]) -> list[str]:
@@ -436,7 +444,8 @@ def _cells(row: dict[str, Any], resident: float | None, simulated: dict[int, flo
         return [way, held, error.replace("|", "/"), *[""] * (len(_HEADS) - 3)]
     ratio = f"{row['step_seconds'] / resident:.2f}" if resident else ""
     expected = simulated.get(row["share"]) if row["way"] == "ours" and "share" in row else None
-    times = [row.get("predicted_step_seconds"), expected, row["host_seconds"], row["device_seconds"]]
+    host, device = ((row[f"{name}_seconds"], row.get(f"predicted_{name}_seconds")) for name in ("host", "device"))
+    times = [row.get("predicted_step_seconds"), expected, *host, *device]
     step, *others = milliseconds(row["step_seconds"], *times)
     bits = "" if row.get("same_bits") is None else yes("same_bits")(row)
     return [way, held, step, ratio, *others, f"{row['peak_bytes'] / MIB:.0f}", bits]

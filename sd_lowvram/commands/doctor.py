@@ -118,7 +118,8 @@ def _calibration(measured: dict[str, Any]) -> Any:
     if rates["group_seconds"]:
         table.add_row("an element of a group in GroupNorm", f"{rates['group_seconds'] * 1e9:.3g} ns")
     table.add_row("starting an operation", f"{rates['launch_seconds'] * 1e6:.3g} us")
-    table.add_row("streaming, a call of a layer", f"{rates['layer_launches']:.2g} operations")
+    table.add_row("offload, a call of a layer", f"{rates['layer_launches']:.2g} operations")
+    table.add_row("streaming, a copy of weights", f"{rates['fetch_launches']:.2g} operations")
     if rates["queued"]:
         table.add_row("an operation in strips", f"{rates['strip_launches']:.2g} operations")
         table.add_row("replaying, a module", f"{rates['replay_launches']:.2g} operations")

@@ -82,7 +82,8 @@ class Rates:
         bf16: whether it multiplies bf16; NVIDIA's cards before Ampere do not, and compute it in float32.
         group_seconds: seconds in which torch's GroupNorm reads an element of one of its groups, beyond the time of its
             bytes: a group has one thread block, however fast the memory is. 0: not measured.
-        layer_launches: host time of the streaming engine at each call of a layer, in launches.
+        layer_launches: host time of our engine at each call of a layer whose weights it lends, in launches.
+        fetch_launches: its host time at each fetch of a block of weights in a step, in launches.
         strip_launches: host time of an operator in the strips of an exact decode, in launches. No module is called for
             it.
         replay_launches: host time while a recorded pass runs, in launches for each module of the model, which are
@@ -108,7 +109,8 @@ class Rates:
     wide_flops: float = 0.0
     bf16: bool = True
     group_seconds: float = 0.0
-    layer_launches: float = 2.2
+    layer_launches: float = 0.6
+    fetch_launches: float = 6.6
     strip_launches: float = 1.0
     replay_launches: float = 0.22
     loading_seconds: float = 0.0
@@ -119,9 +121,17 @@ class Rates:
         Args:
             launched: launches of the program; None: one for each operator.
         """
+        host, device = self.clocks(cost, element_size, launched)
+        return self.combine(device, host)
+
+    def clocks(self, cost: Run, element_size: int, launched: float | None = None) -> tuple[float, float]:
+        """Return the seconds in which the program launches one run of a stage, and those in which the device works.
+
+        Args:
+            launched: as for :meth:`seconds`.
+        """
         working = sum(self._working(part, element_size) for part in cost.spans or (cost,)) + self._copying(cost)
-        launching = (cost.operators if launched is None else launched) * self.launch_seconds
-        return self._combine(working, launching)
+        return (cost.operators if launched is None else launched) * self.launch_seconds, working
 
     def shares(self, parts: Sequence[Work], element_size: int, launched: Sequence[float] | None = None) -> list[float]:
         """Time of each part of a run; together they take what the whole takes.
@@ -132,7 +142,7 @@ class Rates:
         working = [self._working(part, element_size) + self._copying(part) for part in parts]
         launching = [number * self.launch_seconds for number in launched or [part.operators for part in parts]]
         works, launches = sum(working), sum(launching)
-        whole = self._combine(works, launches)
+        whole = self.combine(works, launches)
         # With w and l the whole's two times, (w^3 + l^3)^(1/3) is w (w/whole)^2 + l (l/whole)^2.
         weighs = ((works / whole) ** 2, (launches / whole) ** 2) if self.queued and whole else (1.0, 1.0)
         both = zip(working, launching, strict=True)
@@ -143,7 +153,8 @@ class Rates:
         ``kernels`` bytes of which come channels last."""
         return size / ((size - kernels) / self.reading + kernels / self.reordering) if size else self.reading
 
-    def _combine(self, working: float, launching: float) -> float:
+    def combine(self, working: float, launching: float) -> float:
+        """Return the time of a run from those of its work and of its launches."""
         return (working**3 + launching**3) ** (1 / 3) if self.queued else working + launching
 
     def _working(self, cost: Work, element_size: int) -> float:
@@ -174,9 +185,10 @@ SD1.5 at 512x512, 28.6 ms, and of FLUX.1-dev at 1024x1024, 180 to 188 ms, with a
 
 _H100_GROUP = (1.02e-3 - 128 * MIB / 2728e9) / 2**20
 """Seconds an element of a group: torch's GroupNorm of 128 channels, 512x512, 32 groups in fp16 took 1.02 ms there."""
-LAYER_ON_CPU = 1.1
-"""``layer_launches`` of a CPU: of a narrow UNet with halves of its layers. The default is the median of four streamed
-steps of SD1.5 on an H100 (1.9 to 3.9); that of ``replay_launches`` is fitted to 6.2 ms of a step at 512x512 there."""
+LAYER_ON_CPU, FETCH_ON_CPU = 0.44, 1.0
+"""``layer_launches`` and ``fetch_launches`` of a CPU: of a narrow UNet. The defaults are fitted to four streamed steps
+of SD1.5 on an H100, one to the other as in ``benchmarks/host_time.md``, where a step without fetches was run too. The
+default of ``replay_launches`` is fitted to 6.2 ms of a step at 512x512 there."""
 
 _H100_STRIP = 0.74
 """Launches of an operator in strips, between those of two decodes: SDXL's at 1024x1024 in fp16 (23,655 operators in 826

@@ -34,7 +34,7 @@ def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
     return dataclasses.replace(rates, **{name: hosts[name] for name in HOST_TIME if isinstance(hosts.get(name), float)})
 
 
-HOST_TIME = ("layer_launches", "strip_launches", "replay_launches")
+HOST_TIME = ("layer_launches", "fetch_launches", "strip_launches", "replay_launches")
 """Rates of our hooks' host time, which are measured by themselves."""
 
 

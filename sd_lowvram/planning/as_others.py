@@ -37,7 +37,7 @@ def request_by(name: str | None, anatomy: Anatomy, *, gpu: str | None = None, **
     if gpu is None:
         return request_for(anatomy, **options)
     rates = profile(gpu)
-    if pace != OURS:
+    if pace.layer is not None or pace.launches != OURS.launches:
         rates = dataclasses.replace(
             rates,
             launch_seconds=pace.launches * rates.launch_seconds,

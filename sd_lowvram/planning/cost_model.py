@@ -42,7 +42,7 @@ from .placements import Case, Placed, placement_of, processor_only
 from .plan import Candidate, StagePlan
 from .request import Request
 from .stage_costs import StageCosts, Step, Weights
-from .stage_seconds import Counts, Work, call_seconds, processor_seconds, stage_seconds
+from .stage_seconds import Counts, Work, clocks, processor_seconds, stage_seconds
 
 _WORK = ("flops", "wide_flops", "moved_bytes", "product_bytes", "packed_bytes", "group_elements", "operators", "spans")
 """Figures of a trace that its time is computed from."""
@@ -185,6 +185,7 @@ class Pricing:
             reserved_bytes=max(planned.reserved_bytes + reserved, planned.peak_bytes + more),
             activation_bytes=planned.activation_bytes + more,
             seconds=planned.seconds + self._times(stage) * again,
+            device_seconds=planned.device_seconds + self._times(stage) * again,
             slowdown=planned.slowdown * (1 + (again / step.seconds if step else 0.0)),
             segment_bytes=self._segment_bytes(stage, whole, stays),
             cached_bytes=whole.kept_bytes - whole.reserved_bytes,
@@ -245,9 +246,7 @@ class Pricing:
             held = self.host.hold(settings, placed.waiting, parked)
         locked, unlocked = self._locked_bytes(placed, held)
         step = placed.step
-        seconds, slowdown = stage_seconds(
-            self._counts(settings, case, placed, held), self.request.rates, self.request.pace
-        )
+        time = stage_seconds(self._counts(settings, case, placed, held), self.request.rates, self.request.pace)
         return StagePlan(
             name=stage.name,
             component=stage.component,
@@ -264,9 +263,11 @@ class Pricing:
             + (held.copied_bytes + placed.here if placed.copied else 0)
             + figures.allocated_bytes,
             largest_bytes=max(figures.largest_bytes, placed.largest),
-            seconds=seconds,
+            seconds=time.seconds,
             choice=choice,
-            slowdown=slowdown,
+            host_seconds=time.host,
+            device_seconds=time.device,
+            slowdown=time.slowdown,
             parked_bytes=parked,
             least_host_bytes=held.least_bytes + parked,
             locked_bytes=(locked + parked + (RING_BYTES if unlocked else 0)) if placed.locks and self.on_gpu else 0,
@@ -361,19 +362,20 @@ class Pricing:
 
     def _counts(self, settings: Settings, case: Case, placed: Placed, held: HostResidentWeights) -> Counts:
         """Counts of all calls of a stage, and of copying weights between calls."""
-        stage, model = case.stage, self.anatomy.components[case.component]
-        fetches = Act.STREAMS_WEIGHTS in case.acts and not stage.repeats and self.request.pace.layer is not None
+        stage, pace = case.stage, self.request.pace
         recorded = self._is_recorded(case.acts, stage)
+        moves = Act.MOVES_MODELS in case.acts and pace.lends and not recorded
+        lends = (moves or Act.STREAMS_WEIGHTS in case.acts) and not self.anatomy.moved
         counts = Counts(
             calls=self._times(stage),
-            call_seconds=self._memoised(
+            call=self._memoised(
                 "call",
                 stage.component,
                 stage.name,
                 self._acting(stage, settings),
-                lambda: call_seconds(self._work(settings, case), self.request.rates),
+                lambda: clocks(self._work(settings, case), self.request.rates),
             ),
-            fetched_layers=len(layers_with_weights(model)) if fetches else 0,
+            layers=self._layers(case.component) if lends else 0,
             step=placed.step,
             recorded_operators=case.figures.operators if recorded else 0,
             compiling_seconds=self._compile_gain(stage, settings)[1],
@@ -395,6 +397,11 @@ class Pricing:
             disk_bytes=min(read, on_disk),
             times_brought=counts.calls if placed.each_call else 1,
         )
+
+    def _layers(self, component: str) -> int:
+        """Number of layers with weights of a component."""
+        model = self.anatomy.components[component]
+        return self._memoised("layers", component, "", None, lambda: len(layers_with_weights(model)))
 
     def _work(self, settings: Settings, case: Case) -> Work:
         """One call of a stage with all weights on the device."""

@@ -11,13 +11,17 @@ import torch
 
 from ..devices.calibration import Operators, fastest_seconds, narrow_unet
 from ..devices.performance import Rates
+from ..hooks.parking.offload import policy_of
 from ..hooks.replay.cuda_graphs import unrecordable
 from ..progress import capture_events
 from ..session import anatomy_of, attached
 from ..settings import Settings
+from ..streaming.layers import layers_of
+from ..streaming.layout import lay_down
 from ..streaming.timing import layers_with_weights
 from ..weights import draw_weights
 
+_WHOLE = Settings(offload="component")
 _STREAMED = Settings(offload="blocks", weights_mib=1)
 _RECORDED = Settings(cuda_graphs=True)
 _STRIPS = Settings(vae_tiles="exact", vae_strip_mib=4)
@@ -25,7 +29,8 @@ _ROUNDS = 5
 
 
 def host_time(rates: Rates, device: torch.device) -> dict[str, float]:
-    """Measure the host time of our hooks on ``device`` in some seconds: of layers, and on a GPU of strips and replays.
+    """Measure the host time of our hooks on ``device`` in some seconds: of layers, fetches, and on a GPU of strips and
+    replays.
 
     Args:
         rates: as they were measured on ``device``.
@@ -39,10 +44,15 @@ def host_time(rates: Rates, device: torch.device) -> dict[str, float]:
     call = functools.partial(unet, *inputs, return_dict=False)
     with torch.inference_mode():
         plain = fastest_seconds(call, device)
+        with attached(unet, _WHOLE, device=device):
+            whole = max(plain, fastest_seconds(call, device))
         with attached(unet, _STREAMED, device=device):
-            streamed = fastest_seconds(call, device)
-        layer = max(0.0, streamed - plain) / len(layers_with_weights(unet))
-        seconds = {"layer_launches": layer}
+            streamed = max(whole, fastest_seconds(call, device))
+        layout = lay_down(layers_of({"unet": unet}), policy_of(_STREAMED, denoises=True), {})
+        seconds = {
+            "layer_launches": (whole - plain) / len(layers_with_weights(unet)),
+            "fetch_launches": (streamed - whole) / len(layout.streamed),
+        }
         if device.type == "cuda":
             seconds["strip_launches"] = _strip_seconds(device)
             replay = _replay_seconds(unet, call, device)

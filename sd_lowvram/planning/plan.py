@@ -57,6 +57,9 @@ class StagePlan:
             is useful.
         locked_bytes: the page-locked part of ``host_bytes``.
         unlocked_bytes: weights that are not page-locked, in memory or in the file, and are read when they are copied.
+        host_seconds: seconds in which the program launches operators, layers and fetches of the stage. ``seconds`` is
+            about the longer of both clocks.
+        device_seconds: seconds in which a GPU executes them, or copies weights if that takes longer.
         slowdown: time of a step with its weights streamed, relative to all weights on the device.
         disk_bytes: weights that are read from disk in every step, because they are in no memory.
         name: "text", "control", "denoise", "decode" or "encode".
@@ -90,6 +93,8 @@ class StagePlan:
     least_host_bytes: int = 0
     locked_bytes: int = 0
     unlocked_bytes: int = 0
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
     slowdown: float = 1.0
     disk_bytes: int = 0
     disk_wait: float = 0.0

@@ -91,6 +91,7 @@ class Step:
         disk_bytes: the part of ``streamed_bytes`` that is read from disk.
         disk_wait: the part of ``seconds`` that is spent waiting for the disk.
         first_wait: the seconds that the first step takes longer, because it fetches the residents too.
+        fetches: number of copies of weights in every call.
     """
 
     seconds: float
@@ -102,6 +103,7 @@ class Step:
     disk_bytes: int = 0
     disk_wait: float = 0.0
     first_wait: float = 0.0
+    fetches: int = 0
 
     def added_bytes(self, activation_bytes: int) -> int:
         """Bytes that weights add to a peak of ``activation_bytes``."""
@@ -305,6 +307,7 @@ class StageCosts:
                 disk_bytes=timing.copies.disk_bytes(streamed),
                 disk_wait=max(0.0, seconds - simulate(units, schedule, all_held)),
                 first_wait=max(0.0, simulate_first(units, schedule, timing.copies) - seconds),
+                fetches=len(schedule.fetches),
             )
 
         return self._cached(Step, stage.component, (chosen, timing), count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -43,8 +44,8 @@ class Counts:
 
     Attributes:
         calls: of the stage.
-        call_seconds: of its :class:`Work`.
-        fetched_layers: layers that another program fetches in a call, one at a time.
+        call: clocks of its :class:`Work`.
+        layers: layers whose weights are lent in a call by our engine, or fetched by another program, one at a time.
         step: a call with streamed weights; None: no weights are fetched during a call.
         copies: the cost of copies before a call; None: weights stay where they are.
         brought_bytes, read_bytes, disk_bytes: weights that are copied before a call, the part of them that is read, and
@@ -55,8 +56,8 @@ class Counts:
     """
 
     calls: int
-    call_seconds: float
-    fetched_layers: int = 0
+    call: Clocks
+    layers: int = 0
     step: Step | None = None
     copies: CopyQueue | None = None
     brought_bytes: int = 0
@@ -67,18 +68,41 @@ class Counts:
     compiling_seconds: float = 0.0
 
 
-def call_seconds(work: Work, rates: Rates) -> float:
-    """Seconds of one call whose weights are on the device, on average over all calls."""
+@dataclass(frozen=True)
+class Clocks:
+    """The two clocks of one call: the program launches operators, and the device executes them.
+
+    Attributes:
+        host: seconds of the program.
+        device: seconds of the device, if launches took none.
+        replayed: True if one launch replays the call, during which the program only looks through the model.
+        share: share of both that remains, on average over all calls, with skipped layers and compiled code.
+    """
+
+    host: float
+    device: float
+    replayed: bool = False
+    share: float = 1.0
+
+    def seconds(self, rates: Rates) -> float:
+        """Return the seconds of the call."""
+        both = max(self.device, self.host) if self.replayed else rates.combine(self.device, self.host)
+        return both * self.share
+
+
+def clocks(work: Work, rates: Rates) -> Clocks:
+    """Clocks of one call whose weights are on the device."""
     figures, size = work.figures, work.element_bytes
+    replayed = work.replayed_modules > 0
     launched = figures.operators * (rates.strip_launches if work.in_strips else 1.0)
-    seconds = rates.seconds(figures, size, 1 if work.replayed_modules else launched)
-    seconds = max(seconds, rates.replay_launches * work.replayed_modules * rates.launch_seconds)
+    host, device = rates.clocks(figures, size, rates.replay_launches * work.replayed_modules if replayed else launched)
+    share = 1.0
     if work.skipped and figures.spans:
         spans = list(zip(figures.spans, rates.shares(figures.spans, size), strict=True))
         deep = tuple(f"{path}." for path in work.skipped)
         passed = sum(taken for span, taken in spans if f"{span.path}.".startswith(deep))
-        seconds *= 1 - work.skips * passed / sum(taken for _, taken in spans)
-    return seconds / work.gain
+        share -= work.skips * passed / sum(taken for _, taken in spans)
+    return Clocks(host, device, replayed, share / work.gain)
 
 
 def processor_seconds(figures: Figures, rates: Rates) -> float:
@@ -88,21 +112,49 @@ def processor_seconds(figures: Figures, rates: Rates) -> float:
     return figures.flops / rates.processor_flops
 
 
-def stage_seconds(counts: Counts, rates: Rates, pace: Pace) -> tuple[float, float]:
-    """Seconds of all calls of a stage, and the time of a call over that with all weights on the device.
+@dataclass(frozen=True)
+class StageSeconds:
+    """Time of all calls of a stage.
+
+    Attributes:
+        seconds: of the stage.
+        host: seconds in which the program launches its operators, layers and fetches.
+        device: seconds in which the device computes, or copies weights if that is longer.
+        slowdown: time of a call relative to one with all weights on the device.
+    """
+
+    seconds: float
+    host: float
+    device: float
+    slowdown: float = 1.0
+
+
+def stage_seconds(counts: Counts, rates: Rates, pace: Pace) -> StageSeconds:
+    """Seconds of all calls of a stage.
 
     Args:
         counts: what the stage does.
         rates: of the device.
         pace: of the program that runs it.
     """
-    call = counts.call_seconds + counts.fetched_layers * (pace.layer or 0.0) * rates.launch_seconds
-    step = counts.step
-    seconds = counts.calls * (step.seconds if step else call)
-    if counts.copies is not None:
-        copied = counts.copies.seconds(counts.brought_bytes, counts.read_bytes, counts.disk_bytes)
-        if step:  # the first step fetches its residents while it computes; what must be read comes before
-            copied += step.first_wait - counts.copies.seconds(counts.brought_bytes)
-        seconds += counts.times_brought * copied
-    seconds += counts.compiling_seconds + 2 * counts.recorded_operators * rates.launch_seconds
-    return seconds, step.seconds / call if step and call else 1.0
+    call, step, copies = counts.call, counts.step, counts.copies
+    layer = rates.layer_launches if pace.layer is None else pace.layer
+    lent = dataclasses.replace(call, host=call.host + counts.layers * layer * rates.launch_seconds)
+    each, host, device, slowdown = lent.seconds(rates), lent.host * call.share, call.device * call.share, 1.0
+    copied = copies.seconds(counts.brought_bytes, counts.read_bytes, counts.disk_bytes) if copies else 0.0
+    if step and copies:
+        # the first step fetches its residents while it computes; what must be read comes before
+        copied += step.first_wait - copies.seconds(counts.brought_bytes)
+        (fetched,) = copies.fetch_seconds([step.streamed_bytes])
+        device = max(call.device, fetched) if copies.overlap else call.device + fetched
+        host = lent.host + step.fetches * (rates.fetch_launches if pace.layer is None else 0.0) * rates.launch_seconds
+        each, plain = max(step.seconds, host), call.seconds(rates)
+        slowdown = each / plain if plain else 1.0
+    copied *= counts.times_brought
+    prepared = counts.compiling_seconds + 2 * counts.recorded_operators * rates.launch_seconds
+    return StageSeconds(
+        seconds=counts.calls * each + copied + prepared,
+        host=counts.calls * host + prepared,
+        device=counts.calls * device + copied,
+        slowdown=slowdown,
+    )

@@ -84,15 +84,18 @@ def lower_bound(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQue
 
     Consider the time from the start of one unit to the start of a later one. All weights that are used in between must
     be on the device in time, and at most ``device_bytes`` of them can have been there before; the rest is copied in
-    this time. A step takes at least as long as the longest chain of such stretches, and as the reads from disk.
+    this time. A step takes at least as long as the longest chain of such stretches, as the reads from disk, and as all
+    units and the fewest fetches that copy the rest.
 
     Args:
         units: in the order of use.
         device_bytes: bytes for weights on the device.
         copies: the cost of copies.
     """
-    compute = sum(unit.seconds for unit in units)
     total = sum(unit.bytes for unit in units)
+    largest = itertools.accumulate(sorted((unit.bytes for unit in units), reverse=True), initial=0)
+    fewest = sum(size < total - device_bytes for size in largest)
+    compute = sum(unit.seconds for unit in units) + fewest * copies.host_seconds
     rate = copies.fastest
     from_disk = copies.disk_bytes(total - device_bytes) / copies.disk
     if not copies.overlap:
@@ -107,7 +110,7 @@ def lower_bound(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQue
             first += 1
         longest[last] = max(longest[last], ahead + (before[last + 1] - device_bytes) / rate)
     end = longest[-1] + units[-1].seconds if units else 0.0
-    return max(end, (total - device_bytes) / rate, from_disk)
+    return max(end, compute, (total - device_bytes) / rate, from_disk)
 
 
 class _ScheduleSearch:

@@ -33,6 +33,7 @@ class CopyQueue:
         pinned: bytes of streamed weights that need not be read; None: all.
         disk: bytes a second of weights that are in no memory.
         cached: bytes of streamed weights in memory, without pinned ones; None: all.
+        host_seconds: by which the step takes longer for each fetch, because the program launches it.
     """
 
     bandwidth: float
@@ -42,6 +43,7 @@ class CopyQueue:
     pinned: int | None = None
     disk: float = math.inf
     cached: int | None = None
+    host_seconds: float = 0.0
 
     def seconds(self, size: int, read: int = 0, on_disk: int = 0) -> float:
         """Return the seconds of one fetch.
@@ -96,7 +98,7 @@ def simulate(units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue
     """
     if not copies.overlap:
         fetched = sum(copies.fetch_seconds([units[fetch.unit].bytes for fetch in schedule.fetches]))
-        return sum(unit.seconds for unit in units) + fetched
+        return sum(unit.seconds for unit in units) + fetched + len(schedule.fetches) * copies.host_seconds
     return _Engines(units, schedule, copies).step_seconds()
 
 
@@ -108,14 +110,15 @@ def simulate_first(units: Sequence[WeightGroup], schedule: Schedule, copies: Cop
     """
     fetched = copies.fetch_seconds([units[fetch.unit].bytes for fetch in schedule.fetches])
     if not copies.overlap:
-        return sum(unit.seconds + copies.seconds(unit.bytes) for unit in units)
+        fetches = sum(unit.bytes > 0 for unit in units)
+        return sum(unit.seconds + copies.seconds(unit.bytes) for unit in units) + fetches * copies.host_seconds
     streamed = {fetch.unit: (fetch.after, seconds) for fetch, seconds in zip(schedule.fetches, fetched, strict=True)}
     ends: list[float] = []
     clock = copier = 0.0
     for number, unit in enumerate(units):
         after, seconds = streamed.get(number, (number, copies.seconds(unit.bytes) if unit.bytes else 0.0))
         copier = max(copier, ends[after] if after < number else 0.0) + seconds
-        clock = max(clock, copier if seconds else 0.0) + unit.seconds
+        clock = max(clock, copier if seconds else 0.0) + unit.seconds + (copies.host_seconds if seconds else 0.0)
         ends.append(clock)
     return clock
 
@@ -167,7 +170,7 @@ class _Engines:
             if number in place:
                 after = schedule.fetches[place[number]].after
                 earlier = place[after] if after < number else place[after] - len(place)
-                self.rows.append((taken[place[number]], earlier, between, unit.seconds))
+                self.rows.append((taken[place[number]], earlier, between, unit.seconds + copies.host_seconds))
                 between = 0.0
             else:
                 between += unit.seconds

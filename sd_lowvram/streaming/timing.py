@@ -82,7 +82,7 @@ def timing_of(
     copies: CopyQueue,
     layer: float | None = None,
 ) -> StepTiming:
-    """Times of the modules of ``model`` with their weights streamed, including the engine's own work.
+    """Times of the modules of ``model`` with their weights streamed, and of a fetch, including the engine's own work.
 
     Args:
         component: the model's name.
@@ -91,15 +91,15 @@ def timing_of(
         rates: rates of the device.
         size: bytes of an element.
         copies: the cost of copies.
-        layer: host time of a call of a layer with weights, in operators; None: that of our engine.
+        layer: host time of a call of a layer with weights, its fetch included, in operators; None: that of our engine.
     """
     layers = layers_with_weights(model)
-    if layer is None:
-        layer = rates.layer_launches
-    launched = [span.operators + (layer if span.path in layers else 0.0) for span in spans]
-    seconds = rates.shares(spans, size, launched)
+    called, fetched = (rates.layer_launches, rates.fetch_launches) if layer is None else (layer, 0.0)
+    launched = [span.operators + (called if span.path in layers else 0.0) for span in spans]
+    *seconds, fetch = rates.shares([*spans, ModuleSpan("")], size, [*launched, fetched])
     return StepTiming(
-        tuple((f"{component}.{span.path}", taken) for span, taken in zip(spans, seconds, strict=True)), copies
+        tuple((f"{component}.{span.path}", taken) for span, taken in zip(spans, seconds, strict=True)),
+        replace(copies, host_seconds=fetch),
     )
 
 

@@ -28,6 +28,7 @@ from sd_lowvram.planning.search import PlanSearch, best_plan, make_plan
 from sd_lowvram.planning.stage_costs import StageCosts
 from sd_lowvram.session import anatomy_of
 from sd_lowvram.settings import STREAMED
+from sd_lowvram.streaming.timing import layers_with_weights
 from sd_lowvram.tracing.rehearsal import rehearse_filled
 from sd_lowvram.units import GIB, MIB
 from sd_lowvram.weights import weight_bytes
@@ -234,13 +235,39 @@ def test_a_controlnet_is_counted() -> None:
     assert make_plan(target, least, Settings()).settings.offload in STREAMED
 
 
+@pytest.mark.parametrize("offload", ["none", "component", "blocks", "layer"])
+def test_a_stage_takes_at_least_the_time_of_the_host_and_that_of_the_device(anatomy: Any, offload: str) -> None:
+    asked = dataclasses.replace(request(GIB), device=torch.device("cuda"))
+    stages = make_plan(anatomy, asked, Settings(offload=offload)).stages
+    for stage in stages:
+        assert 0 < max(stage.host_seconds, stage.device_seconds) <= stage.seconds * (1 + 1e-9)
+        assert offload not in ("none", "component") or stage.seconds <= stage.host_seconds + stage.device_seconds
+
+
+def test_layers_that_are_lent_and_copies_of_weights_take_host_time(anatomy: Any) -> None:
+    def host(offload: str, **rates: float) -> float:
+        on_gpu = {"device": torch.device("cuda"), "rates": dataclasses.replace(RATES, **rates)}
+        chosen = make_plan(anatomy, dataclasses.replace(request(GIB, steps=1), **on_gpu), Settings(offload=offload))
+        return next(stage.host_seconds for stage in chosen.stages if stage.name == "denoise")
+
+    layers = len(layers_with_weights(anatomy.components["unet"]))
+    lent = host("component") - host("none")
+    assert lent == pytest.approx(layers * RATES.layer_launches * RATES.launch_seconds)
+    fetched = host("layer") - host("component")
+    assert fetched > 0 and host("layer", fetch_launches=0.0) == pytest.approx(host("component"))
+    assert fetched / (RATES.fetch_launches * RATES.launch_seconds) == pytest.approx(
+        round(fetched / (RATES.fetch_launches * RATES.launch_seconds))
+    )
+
+
 def test_components_that_take_turns_in_a_step_are_copied_in_each() -> None:
     target = controlled()
     parts = [target.components[name] for name in ("controlnet", "unet")]
 
     def seconds(offload: str, steps: int) -> float:
         record = rehearse_filled(families.controlled(1), {}, 64, 64, 1, steps, None)
-        asked = dataclasses.replace(request(GIB, steps=steps), rehearsal=record)
+        unlent = dataclasses.replace(RATES, layer_launches=0.0)
+        asked = dataclasses.replace(request(GIB, steps=steps), rehearsal=record, rates=unlent)
         of = dataclasses.replace(target, rehearsal=record)
         return make_plan(of, asked, Settings(offload=offload)).predicted.seconds
 

@@ -36,6 +36,7 @@ COPIES = st.builds(
     pinned=st.none() | st.integers(0, 200 * K),
     disk=st.floats(K / 8, 20 * K),
     cached=st.none() | st.integers(0, 100 * K),
+    host_seconds=st.sampled_from([0.0, 0.5]),
 )
 
 
@@ -236,14 +237,16 @@ def test_of_more_units_the_search_comes_near_the_best_residents():
 @given(UNITS, st.floats(0, 1), COPIES)
 def test_a_step_is_as_long_as_its_compute_or_its_copies_at_least(units, share, copies):
     compute = sum(one.seconds for one in units)
-    copied = sum(copies.fetch_seconds([one.bytes for one in units if one.bytes]))
+    fetched = [one.bytes for one in units if one.bytes]
+    compute += len(fetched) * copies.host_seconds
+    copied = sum(copies.fetch_seconds(fetched))
     seconds = simulate(units, lay_out(units, (), budget(units, share)), copies)
     assert max(compute, copied) - 1e-6 <= seconds <= compute + copied + 1e-6
 
 
 @given(UNITS, st.floats(0, 1), COPIES)
 def test_a_first_step_is_as_long_as_all_copies_at_least(units, share, copies):
-    compute = sum(one.seconds for one in units)
+    compute = sum(one.seconds + copies.host_seconds * (one.bytes > 0) for one in units)
     in_time = dataclasses.replace(copies, pinned=None, latency=0.0)
     copied = sum(one.bytes for one in units) / copies.bandwidth
     first = simulate_first(units, best_schedule(units, budget(units, share), in_time), in_time)

@@ -34,11 +34,11 @@ not computed.
 _TIMES = {
     "s", "ms", "sdpa, ms", "torch's, ms", "this, ms", "times as fast", "host ms", "device ms", "plan s", "host s",
     "device s", "step ms", "/ resident", "simulated ms", "first ms", "second ms", "predicted ms", "resident ms",
-    "addresses ms", "modules ms", "free step ms",
+    "addresses ms", "modules ms", "free step ms", "predicted host ms", "predicted device ms",
 }  # fmt: skip
 _OF_TIMES = (
-    "*Addresses*", "*Bits*: of", "*Error*", "*Host*", "*Predicted*: by", "*Plan*", "*Simulated*", "Sizes may",
-    "Not simulated",
+    "*Addresses*", "*Bits*: of", "*Error*", "*Host*", "*Predicted*: by", "*Plan*", "*Simulated*", "Predicted device",
+    "Sizes may", "Not simulated",
 )  # fmt: skip
 
 
