@@ -31,6 +31,8 @@ def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
         rates = calibrate(device)
         remember(where, rates)
     hosts = stored_measurement("host", device) or {}
+    if "fetch_launches" not in hosts:  # an earlier version measured layers and fetches as one
+        return rates
     return dataclasses.replace(rates, **{name: hosts[name] for name in HOST_TIME if isinstance(hosts.get(name), float)})
 
 

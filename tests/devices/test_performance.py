@@ -237,6 +237,8 @@ def test_calibration_measures_the_host_time_of_our_engine(cache: Any) -> None:
     assert measured is not None and measured.keys() == {"layer_launches", "fetch_launches"}
     assert all(0 <= launches < 100 for launches in measured.values())
     assert rates_of(CPU) == dataclasses.replace(before, **measured)
+    this_machine.remember_host_time(CPU, {"layer_launches": 2.0})  # as an earlier version did, with fetches in it
+    assert rates_of(CPU) == before
 
 
 def test_copies_of_maps_hide_behind_launches() -> None:
