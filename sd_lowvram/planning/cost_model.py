@@ -24,23 +24,19 @@ from ..hooks.numbers.precision import Arithmetic, arithmetic, fidelity_of_knobs,
 from ..hooks.registry import skipped_layers
 from ..hooks.replay.compiled import is_compiled, kinds_of, were_compiled
 from ..knob import Act
-from ..memory.caching_allocator import PAGE, ROUND, SMALL
-from ..memory.reserved import segment
 from ..models.anatomy import Anatomy
 from ..models.calls import CONTROL, Stage
-from ..models.latents import latent_channels, latent_size
-from ..models.recorded import given_bytes
 from ..settings import Fidelity, Settings, acts, only, without
 from ..streaming.host_weights import RING_BYTES
 from ..streaming.timing import StepTiming, layers_with_weights, timing_of
 from ..tracing.flop_counter import TooManyCopiesError
 from ..tracing.tracer import Figures
-from ..units import MIB
 from .host_resident import HostMemory, HostResidentWeights, read_bytes
 from .options import Choice
 from .placements import Case, Placed, placement_of, processor_only
 from .plan import Candidate, StagePlan
 from .request import Request
+from .segments import Segments
 from .stage_costs import StageCosts, Step, Weights
 from .stage_seconds import Counts, Work, clocks, processor_seconds, stage_seconds
 
@@ -95,10 +91,17 @@ class Pricing:
         self.anatomy = anatomy
         self.request = request
         self.host = HostMemory(anatomy, request, self._stays_in_file)
+        self.segments = Segments(anatomy, request)
         self.on_gpu = request.device.type != "cpu"
         where = request.device, request.overhead
         self.costs: StageCosts = StageCosts(
-            anatomy, request.shape, request.encodes, *where, like.costs if like else None, request.gpu, self._joins
+            anatomy,
+            request.shape,
+            request.encodes,
+            *where,
+            like.costs if like else None,
+            request.gpu,
+            self.segments.joins,
         )
         self._known: dict[tuple[Any, ...], StagePlan] = {}
         self._traced_whole: set[tuple[Any, ...]] = set()
@@ -164,10 +167,10 @@ class Pricing:
         traced = self.as_traced(stage, settings)
         short = self.costs(stage, without(traced, Act.PLACES_WEIGHTS))
         step, timing, once, most = None, None, 0, math.inf
-        ring, follows, stays = self._buffers(planned.weights_bytes), False, 0
+        ring, follows, stays = self.segments.buffers(planned.weights_bytes), False, 0
         if stage.repeats:
             step, timing = self.step(stage, settings), self.timing(stage, settings)
-            ring, follows = self._buffers(step.device_bytes), bool(step.peak_bytes)
+            ring, follows = self.segments.buffers(step.device_bytes), bool(step.peak_bytes)
             stays = step.staying_bytes if follows else step.device_bytes
             # the traced step is the first, so it also copies the residents
             once = short.copied_bytes + step.streamed_bytes + step.device_bytes
@@ -187,7 +190,7 @@ class Pricing:
             seconds=planned.seconds + self._times(stage) * again,
             device_seconds=planned.device_seconds + self._times(stage) * again,
             slowdown=planned.slowdown * (1 + (again / step.seconds if step else 0.0)),
-            segment_bytes=self._segment_bytes(stage, whole, stays),
+            segment_bytes=self.segments.of_step(stage, whole, stays),
             cached_bytes=whole.kept_bytes - whole.reserved_bytes,
         )
 
@@ -253,9 +256,9 @@ class Pricing:
             peak_bytes=figures.activation_bytes + placed.weights_bytes + placed.widened,
             reserved_bytes=reserved
             + placed.widened
-            + self._held_bytes(stage)
-            + self._buffers(placed.buffer, *placed.beside)
-            + self._recording_bytes(case.acts, recorded),
+            + self.segments.held(stage)
+            + self.segments.buffers(placed.buffer, *placed.beside)
+            + (self.segments.of_recordings(recorded) if Act.RECORDS in case.acts else 0),
             weights_bytes=placed.weights_bytes,
             activation_bytes=figures.activation_bytes,
             host_bytes=held.host_bytes + parked,
@@ -274,7 +277,7 @@ class Pricing:
             unlocked_bytes=unlocked,
             disk_bytes=step.disk_bytes * self.request.calls if step else 0,
             disk_wait=step.disk_wait * self.request.calls if step else 0.0,
-            segment_bytes=0 if step else self._segment_bytes(stage, figures),
+            segment_bytes=0 if step else self.segments.of_step(stage, figures),
             cached_bytes=max(0, figures.kept_bytes - reserved),
         )
 
@@ -286,7 +289,7 @@ class Pricing:
             name=case.stage.name,
             component=case.component,
             peak_bytes=placed.weights_bytes,
-            reserved_bytes=self._buffers(*placed.beside),
+            reserved_bytes=self.segments.buffers(*placed.beside),
             weights_bytes=placed.weights_bytes,
             activation_bytes=0,
             host_bytes=host_bytes,
@@ -435,68 +438,6 @@ class Pricing:
     @functools.cached_property
     def _kinds(self) -> dict[str, frozenset[Any]]:
         return kinds_of(self.anatomy)
-
-    def _recording_bytes(self, acting: frozenset[Act], recorded: bool) -> int:
-        """Bytes that recorded passes reserve in addition to their maps.
-
-        cuBLAS' workspace for the stream that records stays after the recordings are freed, and during other stages.
-        """
-        workspace = self.request.overhead.matrix_bytes
-        if recorded:
-            return self._pipeline_bytes + workspace
-        return segment(workspace) if Act.RECORDS in acting else 0
-
-    def _held_bytes(self, stage: Stage) -> int:
-        """Bytes of segments that a pipeline holds during a stage."""
-        return self._pipeline_bytes + (self._rounding_waste if stage.repeats or stage.name == "decode" else 0)
-
-    @functools.cached_property
-    def _pipeline_bytes(self) -> int:
-        """Segments for prompt embeddings (1 MiB) and four fp32 latents, which a pipeline holds during a stage."""
-        latents = self._latent_bytes
-        return -(-(4 * latents + MIB) // segment(latents)) * segment(latents) if self.on_gpu else 0
-
-    @functools.cached_property
-    def _latent_bytes(self) -> int:
-        """Bytes of the latents in fp32."""
-        pixels = math.prod(latent_size(self.anatomy, self.request.shape)) * self.request.batch
-        return 4 * latent_channels(self.anatomy) * pixels
-
-    @functools.cached_property
-    def _rounding_waste(self) -> int:
-        """Rounding waste: each of these maps may pin a segment of its own, and so may the pictures of a ControlNet,
-        which are there before the steps begin: SD1.5 at 768x512 repeated a call in the 616 MiB planned without it."""
-        pictures = PAGE if self._maps_bytes[0] else 0
-        return pictures + sum(segment(size) - size for size in self._maps_bytes if size > SMALL) if self.on_gpu else 0
-
-    @functools.cached_property
-    def _maps_bytes(self) -> tuple[int, ...]:
-        """Bytes of maps that stay from step to step: those of ControlNets in one buffer, and each of an adapter."""
-        record = self.anatomy.rehearsal
-        rows = [] if record is None else [row for row in record.rows if row.component == record.denoiser]
-        adapters = max((row.adapter_maps for row in rows), key=given_bytes, default=[])
-        return (given_bytes(record.control_maps) if record else 0), *(one.bytes for one in adapters)
-
-    @functools.cached_property
-    def _joins(self) -> bool:
-        """True if steps may share one segment for tensors over 1 MiB. Larger latents would stay in it afterwards."""
-        return self.on_gpu and self.anatomy.family.known and self._latent_bytes <= SMALL
-
-    def _segment_bytes(self, stage: Stage, figures: Figures, stays: int = 0) -> int:
-        """Bytes of one segment for the tensors over 1 MiB that a step makes, or 0.
-
-        Args:
-            stage: any stage.
-            figures: its trace.
-            stays: traced bytes of weights that stay from step to step, in segments of their own like ControlNet maps.
-        """
-        if not stage.repeats:
-            return 0
-        return max(0, figures.segment_bytes - sum(size // ROUND * ROUND for size in (stays, self._maps_bytes[0])))
-
-    def _buffers(self, *sizes: int) -> int:
-        """Bytes that the device reserves for weight buffers of these sizes."""
-        return sum(map(segment, sizes)) if self.on_gpu else sum(sizes)
 
     def _locked_bytes(self, placed: Placed, held: HostResidentWeights) -> tuple[int, int]:
         """Bytes of waiting weights that are page-locked, and of those that are not; on a GPU, for copies of ours."""
