@@ -58,6 +58,7 @@ class CachingAllocator:
         reserved_bytes: bytes of all segments or mapped pages; ``peak_bytes`` is the most of them.
         allocated_bytes: bytes of all blocks in use, rounded as torch rounds them; ``allocated_peak`` is the most of
             them.
+        refused_bytes: the least that would have been reserved, had the GPU not had too little left for it.
     """
 
     def __init__(self, card_bytes: float = float("inf"), max_split_bytes: float = float("inf")) -> None:
@@ -67,6 +68,7 @@ class CachingAllocator:
             max_split_bytes: segments of at least this size are not split (``max_split_size_mb``).
         """
         self.reserved_bytes = self.peak_bytes = self.allocated_bytes = self.allocated_peak = 0
+        self.refused_bytes = float("inf")
         self._card_bytes = card_bytes
         self._max_split = max_split_bytes
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
@@ -145,6 +147,7 @@ class CachingAllocator:
     def _reserve(self, size: int) -> bool:
         """Count ``size`` more bytes of the GPU as reserved; return False if it has too little left."""
         if self.reserved_bytes + size > self._card_bytes:
+            self.refused_bytes = min(self.refused_bytes, self.reserved_bytes + size)
             return False
         self.reserved_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)

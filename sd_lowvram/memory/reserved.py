@@ -145,11 +145,14 @@ def _one_segment(steps: array[int], most: int) -> int:
     def allocator(size: float) -> CachingAllocator:
         one = allocator_settings().allocator(size)
         one.free(one.allocate(int(size)))
+        one.refused_bytes = 0  # with another size, tensors would be at other places
         return one
 
     units, beyond = OWN_SEGMENT // ROUND, most // ROUND + 1
+    changes = (step if step >= 0 else -steps[place + step] for place, step in enumerate(steps))
+    alive = max(itertools.accumulate(changes), default=0)  # at the end of a run, so in all orders
     for order in map(_Course, _orders(steps)):
-        units = _least(order, units, beyond, ROUND, allocator)
+        units = _least(order, units, beyond, ROUND, allocator, alive)
     return units * ROUND if units < beyond else 0
 
 
@@ -177,15 +180,30 @@ def _next_time(allocations: Allocations) -> Iterator[tuple[int, int]]:
             yield now[number], size
 
 
-def _least(order: _Course, low: int, high: int, unit: int, allocator_of: Callable[[float], CachingAllocator]) -> int:
+def _least(
+    order: _Course,
+    low: int,
+    high: int,
+    unit: int,
+    allocator_of: Callable[[float], CachingAllocator],
+    alive: int = 0,
+) -> int:
     """The smallest number of units, from ``low`` to ``high``, in which the allocations of ``order`` fit.
 
-    The search starts near ``low``, because the result is nearly always there and a too small GPU is full soon.
+    The search starts near ``low``, because the result is nearly always there and a too small GPU is full soon. Fewer
+    bytes than ``alive`` are never enough. On all GPUs from the most bytes that were reserved up to the fewest that were
+    refused, every allocation takes the same course.
     """
+    known: list[tuple[float, float, bool]] = [(0, alive, False)]
     step = 0
     while low < high:
         middle = min(low + step, (low + high) // 2)
-        if order.fits(allocator_of(middle * unit)):
+        fits = next((fits for first, beyond, fits in known if first <= middle * unit < beyond), None)
+        if fits is None:
+            allocator = allocator_of(middle * unit)
+            fits = order.fits(allocator)
+            known.append((allocator.peak_bytes, allocator.refused_bytes, fits))
+        if fits:
             high = middle
         else:
             low, step = middle + 1, 2 * step + 1
