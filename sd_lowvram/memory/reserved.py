@@ -382,9 +382,9 @@ def _loops(steps: array[int]) -> list[tuple[int, int, int]]:
     values = numpy.array(steps)
     if len(values) < 3 * _PASS:
         return []
-    groups = numpy.zeros(len(values) - _GROUP + 1, dtype=numpy.int64)
-    for place in range(_GROUP):
-        groups = groups * 1_000_003 + values[place : len(values) - _GROUP + 1 + place]
+    groups = values
+    for half in _HALVES:
+        groups = groups[:-half] * (1_000_003 + 2 * half) + groups[half:]
     order = numpy.argsort(groups, kind="stable")
     again = numpy.diff(order)[numpy.diff(groups[order]) == 0]
     lengths, counts = numpy.unique(again[again >= _PASS], return_counts=True)
@@ -404,8 +404,8 @@ def _loops(steps: array[int]) -> list[tuple[int, int, int]]:
     return sorted(chosen)
 
 
-_GROUP = 16
-"""Steps that are compared to find how long a pass is."""
+_HALVES = (1, 2, 4, 8)
+"""Halves of groups of 2, 4, 8 and 16 steps, the last of which are compared to find how long a pass is."""
 
 _LENGTHS = 16
 """Lengths of passes that are tried, those first at which most groups occur again."""
