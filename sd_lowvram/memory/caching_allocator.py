@@ -58,6 +58,7 @@ class CachingAllocator:
         reserved_bytes: bytes of all segments or mapped pages; ``peak_bytes`` is the most of them.
         allocated_bytes: bytes of all blocks in use, rounded as torch rounds them; ``allocated_peak`` is the most of
             them.
+        refused_bytes: the least that would have been reserved, had the GPU not had too little left for it.
     """
 
     def __init__(self, card_bytes: float = float("inf"), max_split_bytes: float = float("inf")) -> None:
@@ -67,10 +68,13 @@ class CachingAllocator:
             max_split_bytes: segments of at least this size are not split (``max_split_size_mb``).
         """
         self.reserved_bytes = self.peak_bytes = self.allocated_bytes = self.allocated_peak = 0
+        self.refused_bytes = float("inf")
         self._card_bytes = card_bytes
         self._max_split = max_split_bytes
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
         self._next_address = 0
+        self._least_rest = {True: LEAST, False: SMALL + LEAST}
+        """Bytes of a block beyond those of a tensor that become a free block, by pool."""
 
     def allocate(self, size: int) -> _Block:
         """Allocate at least ``size`` bytes.
@@ -92,7 +96,7 @@ class CachingAllocator:
             block = self._grow(size, small)
         if block is None:
             raise CardFullError
-        if block.size > size and self._splits(block, size):
+        if block.size - size >= self._least_rest[small] and (small or size < self._max_split):
             self._keep(self._cut(block, size))
         block.used = True
         self.allocated_bytes += block.size
@@ -120,11 +124,11 @@ class CachingAllocator:
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         """Take a free block of at least ``size`` bytes; return None if there is none."""
         pool = self._free[small]
-        place = bisect_left(pool, (size, -1))
+        place = bisect_left(pool, (size,))
         if place == len(pool):
             return None
         fitting = pool[place][0]
-        if size < self._max_split <= fitting or (size >= self._max_split and fitting >= size + _LARGE_SEGMENT):
+        if fitting >= self._max_split and (size < self._max_split or fitting >= size + _LARGE_SEGMENT):
             return None
         return pool.pop(place)[2]
 
@@ -137,14 +141,10 @@ class CachingAllocator:
         self._next_address += wanted
         return _Block(self._next_address - wanted, wanted, small)
 
-    def _splits(self, block: _Block, size: int) -> bool:
-        """Return True if what ``block`` has beyond ``size`` bytes becomes a free block."""
-        rest = block.size - size
-        return rest >= LEAST if block.small else size < self._max_split and rest > SMALL
-
     def _reserve(self, size: int) -> bool:
         """Count ``size`` more bytes of the GPU as reserved; return False if it has too little left."""
         if self.reserved_bytes + size > self._card_bytes:
+            self.refused_bytes = min(self.refused_bytes, self.reserved_bytes + size)
             return False
         self.reserved_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
@@ -190,6 +190,7 @@ class ExpandableAllocator(CachingAllocator):
 
     def __init__(self, card_bytes: float = float("inf")) -> None:
         super().__init__(card_bytes)
+        self._least_rest = {True: LEAST, False: LEAST}
         self._first = {small: _Block(0, _ENDLESS, small, mapped=False) for small in _PAGES}
 
     def release(self) -> None:
@@ -230,9 +231,6 @@ class ExpandableAllocator(CachingAllocator):
         if block is not None:
             self._drop(block)
         return block
-
-    def _splits(self, block: _Block, size: int) -> bool:
-        return block.size > size
 
     def _growing(self, small: bool) -> Iterator[_Block]:
         """Yield unmapped blocks by address, each with the free block before it."""

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -79,10 +80,6 @@ Allocations = Sequence[tuple[int, int]]
 """(number, bytes) for each allocation and (number, -1) for its end, in order."""
 
 
-_HELD = -1
-"""Number of the allocation that a library holds."""
-
-
 class Reserved(NamedTuple):
     """Bytes that torch reserves for allocations.
 
@@ -119,15 +116,19 @@ def count_reserved(
     """
     settings = allocator_settings()
     if settings.graph:
-        pages = max(map(_graph_bytes, _orders(allocations))) + segment(held)
+        pages = max(map(_graph_bytes, _orders(_split(allocations, -1)[0]))) + segment(held)
         return Reserved(pages, pages)
     times = [*allocations, *_next_time(allocations)] if again else allocations
-    large, small_bytes = _split_pools([(_HELD, held), *times])
+    large, small_bytes = _split(times, SMALL)
+    if held > SMALL:
+        steps = array("q", (held, *large, -len(large) - 1))
+    else:
+        steps, small_bytes = large, small_bytes + _rounded(held)
     unit = PAGE if settings.expandable else ROUND
     # Growing segments begin where the weights end, anywhere in a page.
     others = settings.expandable * unit + -(-small_bytes // SMALL_SEGMENT) * SMALL_SEGMENT
     least, most_units = max(0, floor - others) // unit, 0
-    for order in map(_Course, _orders(large)):
+    for order in map(_Course, _orders(steps)):
         most = settings.allocator()
         order.play(most)
         most_units = max(most_units, most.peak_bytes // unit)
@@ -138,17 +139,20 @@ def count_reserved(
     return Reserved(least * unit + others, most_units * unit + others, one)
 
 
-def _one_segment(large: Allocations, most: int) -> int:
-    """Bytes of one segment for all allocations except the one that a library holds; 0 if they exceed ``most``."""
+def _one_segment(steps: array[int], most: int) -> int:
+    """Bytes of one segment for all allocations; 0 if they exceed ``most``."""
 
     def allocator(size: float) -> CachingAllocator:
         one = allocator_settings().allocator(size)
         one.free(one.allocate(int(size)))
+        one.refused_bytes = 0  # with another size, tensors would be at other places
         return one
 
     units, beyond = OWN_SEGMENT // ROUND, most // ROUND + 1
-    for order in map(_Course, _orders([entry for entry in large if entry[0] != _HELD])):
-        units = _least(order, units, beyond, ROUND, allocator)
+    changes = (step if step >= 0 else -steps[place + step] for place, step in enumerate(steps))
+    alive = max(itertools.accumulate(changes), default=0)  # at the end of a run, so in all orders
+    for order in map(_Course, _orders(steps)):
+        units = _least(order, units, beyond, ROUND, allocator, alive)
     return units * ROUND if units < beyond else 0
 
 
@@ -176,36 +180,57 @@ def _next_time(allocations: Allocations) -> Iterator[tuple[int, int]]:
             yield now[number], size
 
 
-def _least(order: _Course, low: int, high: int, unit: int, allocator_of: Callable[[float], CachingAllocator]) -> int:
+def _least(
+    order: _Course,
+    low: int,
+    high: int,
+    unit: int,
+    allocator_of: Callable[[float], CachingAllocator],
+    alive: int = 0,
+) -> int:
     """The smallest number of units, from ``low`` to ``high``, in which the allocations of ``order`` fit.
 
-    The search starts near ``low``, because the result is nearly always there and a too small GPU is full soon.
+    The search starts near ``low``, because the result is nearly always there and a too small GPU is full soon. Fewer
+    bytes than ``alive`` are never enough. On all GPUs from the most bytes that were reserved up to the fewest that were
+    refused, every allocation takes the same course.
     """
+    known: list[tuple[float, float, bool]] = [(0, alive, False)]
     step = 0
     while low < high:
         middle = min(low + step, (low + high) // 2)
-        if order.fits(allocator_of(middle * unit)):
+        fits = next((fits for first, beyond, fits in known if first <= middle * unit < beyond), None)
+        if fits is None:
+            allocator = allocator_of(middle * unit)
+            fits = order.fits(allocator)
+            known.append((allocator.peak_bytes, allocator.refused_bytes, fits))
+        if fits:
             high = middle
         else:
             low, step = middle + 1, 2 * step + 1
     return low
 
 
-def _orders(allocations: Allocations) -> Iterator[Allocations]:
-    """``allocations`` as they are; and what ends before anything else is made after all that is made with it, before
-    it, and the one and the other in turn."""
-    yield allocations
-    runs = [list(run) for _, run in itertools.groupby(allocations, key=lambda allocation: allocation[1] < 0)]
-    for behind in (itertools.repeat(True), itertools.repeat(False), itertools.cycle((True, False))):
-        order: list[tuple[int, int]] = []
-        for starts, ended, last in zip(runs[::2], runs[1::2], behind, strict=False):
-            if len(starts) > 1:
-                ends = {number for number, _ in ended}
-                order += [start for start in starts if (start[0] in ends) != last]
-                order += [start for start in starts if (start[0] in ends) == last]
-            else:
-                order += starts
-            order += ended
+def _orders(steps: array[int]) -> Iterator[array[int]]:
+    """``steps`` as they are; and what ends before anything else is made after all that is made with it, before it, and
+    the one and the other in turn."""
+    yield steps
+    ends = {place + step: place for place, step in enumerate(steps) if step < 0}
+    runs = [len(list(run)) for _, run in itertools.groupby(steps, (0).__gt__)]
+    mixed: list[tuple[int, int, list[int], list[int]]] = []
+    stop = 0
+    for turn, (made, ended) in enumerate(zip(runs[::2], runs[1::2], strict=True)):
+        start, stop = stop, stop + made + ended
+        if made > 1:
+            soon = [place for place in range(start, start + made) if ends[place] < stop]
+            if 0 < len(soon) < made:
+                later = [place for place in range(start, start + made) if ends[place] >= stop]
+                mixed.append((turn % 2, start, soon, later))
+    for behind in ((True, True), (False, False), (True, False)):
+        order = steps[:]
+        for turn, start, soon, later in mixed:
+            for place, before in enumerate(later + soon if behind[turn] else soon + later, start):
+                order[place] = steps[before]
+                order[ends[before]] = place - ends[before]
         yield order
 
 
@@ -214,7 +239,7 @@ _GRAPH_SMALL = 4 * MIB
 _GRAPH_ROUND = 256
 
 
-def _graph_bytes(allocations: Allocations) -> int:
+def _graph_bytes(steps: array[int]) -> int:
     """Bytes of the pages of an allocation graph.
 
     A large allocation has whole pages. Small ones share a range of pages: each is placed in the smallest hole that is
@@ -222,24 +247,24 @@ def _graph_bytes(allocations: Allocations) -> int:
     pages: dict[int, int] = {}
     ranges: list[tuple[int, int, int]] = []
     live = most = end = 0
-    for number, size in allocations:
+    for place, size in enumerate(steps):
         if size < 0:
-            if number in pages:
-                live -= pages.pop(number)
+            if place + size in pages:
+                live -= pages.pop(place + size)
             else:
-                ranges = [used for used in ranges if used[2] != number]
+                ranges = [used for used in ranges if used[2] != place + size]
         elif size >= _GRAPH_SMALL:
-            pages[number] = -(-size // _GRAPH_PAGE)
-            live += pages[number]
+            pages[place] = -(-size // _GRAPH_PAGE)
+            live += pages[place]
             most = max(most, live)
         else:
             bytes_ = max(1, -(-size // _GRAPH_ROUND)) * _GRAPH_ROUND
             stops = [0, *(stop for _, stop, _ in ranges)]
             starts = [*(start for start, _, _ in ranges), end]
             holes = [(start - stop, stop) for stop, start in zip(stops, starts, strict=True) if start - stop >= bytes_]
-            place = min(holes)[1] if holes else end
-            end = max(end, place + bytes_)
-            bisect.insort(ranges, (place, place + bytes_, number))
+            start = min(holes)[1] if holes else end
+            end = max(end, start + bytes_)
+            bisect.insort(ranges, (start, start + bytes_, place))
     return (most + -(-end // _GRAPH_PAGE)) * _GRAPH_PAGE
 
 
@@ -260,19 +285,32 @@ def bytes_to_ask_for(size: int) -> int:
     return whole if size > SMALL and SMALL < whole - size < ROUND else size
 
 
-def _split_pools(allocations: Allocations) -> tuple[list[tuple[int, int]], int]:
-    """Allocations of the large pool, each with its end, and the peak bytes of the small pool."""
-    sizes: dict[int, int] = {}
-    large, small, most = [], 0, 0
+def _rounded(size: int) -> int:
+    return -(-size // LEAST) * LEAST
+
+
+def _split(allocations: Allocations, small: int) -> tuple[array[int], int]:
+    """Steps of the allocations of more than ``small`` bytes, and the peak bytes of the others.
+
+    A step is the bytes of an allocation; for an end, the place of its allocation less its own. All allocations end.
+    """
+    steps, made, sizes = array("q"), dict[int, int](), dict[int, int]()
+    live = most = 0
     for number, size in allocations:
-        ends = size < 0
-        bytes_ = sizes.pop(number) if ends else sizes.setdefault(number, -(-size // LEAST) * LEAST)
-        if bytes_ > SMALL:
-            large.append((number, size))
+        if size > small:
+            made[number] = len(steps)
+            steps.append(size)
+        elif number in made:
+            steps.append(made.pop(number) - len(steps))
+        elif size < 0:
+            live -= sizes.pop(number)
         else:
-            small += -bytes_ if ends else bytes_
-            most = max(most, small)
-    return [*large, *((number, -1) for number, size in sizes.items() if size > SMALL)], most
+            sizes[number] = _rounded(size)
+            live += sizes[number]
+            most = max(most, live)
+    for place in made.values():
+        steps.append(place - len(steps))
+    return steps, most
 
 
 class _Course:
@@ -282,21 +320,12 @@ class _Course:
     earlier pass left it, the passes between the two repeat, and further ones are not played.
     """
 
-    def __init__(self, allocations: Allocations) -> None:
+    def __init__(self, steps: array[int]) -> None:
         """
         Args:
-            allocations: as for :func:`count_reserved`.
+            steps: as :func:`_split` makes them.
         """
-        made: dict[int, int] = {}
-        steps: list[int] = []
-        for place, (number, size) in enumerate(allocations):
-            if size < 0:
-                steps.append(made.pop(number) - place)
-            else:
-                made[number] = place
-                steps.append(size)
         self._steps = steps
-        """Bytes of an allocation; for an end, the place of its allocation less its own."""
         self._loops = [*_loops(steps), (len(steps), 0, 0)]
 
     def fits(self, allocator: CachingAllocator) -> bool:
@@ -341,7 +370,7 @@ class _Course:
                 live[at] = allocate(step)
 
 
-def _loops(steps: list[int]) -> list[tuple[int, int, int]]:
+def _loops(steps: array[int]) -> list[tuple[int, int, int]]:
     """Start, length of a pass and number of passes of loops in ``steps``, in order.
 
     The length of a pass is a distance at which many groups of steps occur again. Without NumPy no loop is found.
@@ -350,12 +379,12 @@ def _loops(steps: list[int]) -> list[tuple[int, int, int]]:
         import numpy
     except ImportError:
         return []
-    values = numpy.array(steps, dtype=numpy.int64)
+    values = numpy.array(steps)
     if len(values) < 3 * _PASS:
         return []
-    groups = numpy.zeros(len(values) - _GROUP + 1, dtype=numpy.int64)
-    for place in range(_GROUP):
-        groups = groups * 1_000_003 + values[place : len(values) - _GROUP + 1 + place]
+    groups = values
+    for half in _HALVES:
+        groups = groups[:-half] * (1_000_003 + 2 * half) + groups[half:]
     order = numpy.argsort(groups, kind="stable")
     again = numpy.diff(order)[numpy.diff(groups[order]) == 0]
     lengths, counts = numpy.unique(again[again >= _PASS], return_counts=True)
@@ -375,8 +404,8 @@ def _loops(steps: list[int]) -> list[tuple[int, int, int]]:
     return sorted(chosen)
 
 
-_GROUP = 16
-"""Steps that are compared to find how long a pass is."""
+_HALVES = (1, 2, 4, 8)
+"""Halves of groups of 2, 4, 8 and 16 steps, the last of which are compared to find how long a pass is."""
 
 _LENGTHS = 16
 """Lengths of passes that are tried, those first at which most groups occur again."""

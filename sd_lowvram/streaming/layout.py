@@ -251,9 +251,10 @@ class _HostWeight:
 def _waiting(tensors: Sequence[Tensor], block: Block | None) -> list[_HostWeight]:
     """Host weights of ``tensors``, none of them lent, sorted by address, so that one copy moves many."""
     with torch.inference_mode(False), torch.no_grad():
-        if active_fake_mode(*(tensor.data for tensor in tensors)) is None:
-            tensors = sorted(tensors, key=lambda tensor: (storage_key(tensor), _start(tensor)))
         held = [tensor.data for tensor in tensors]
+        if active_fake_mode(*held) is None:
+            tensors = sorted(tensors, key=lambda tensor: (storage_key(tensor), _start(tensor)))
+            held = [tensor.data for tensor in tensors]
         sources = [data if block is None else block.part(data) for data in held]
         weights = list(map(_HostWeight, tensors, held, sources, map(copied_tensor, tensors, sources)))
         first = len(weights)

@@ -7,7 +7,6 @@ blocks are on the device. So a repeated call repeats the figures, and lets the e
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -247,7 +246,7 @@ class CallLog:
                 elif isinstance(entry, _Work):
                     for span in entry.spans:
                         path, held = _moved(span.path, there, here), span.held_bytes + more
-                        self._work.add(dataclasses.replace(span, path=path, held_bytes=held))
+                        self._work.add(ModuleSpan(**vars(span) | {"path": path, "held_bytes": held}))
                 elif isinstance(entry, _Place):
                     handles[entry.handle] = self.place()
                 elif isinstance(entry, _Loop):

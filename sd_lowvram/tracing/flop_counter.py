@@ -158,7 +158,8 @@ def is_wide_attention(args: Any) -> bool:
 def _convolution_flops(args: Any, result: Tensor) -> int:
     weight, transposed = args[1], args[6] is True  # oneDNN's operator has its groups, a number, at this place
     counted: Tensor = args[0] if transposed else result
-    return 2 * counted.numel() * int(weight[0].numel())
+    flops: int = 2 * counted.numel() * math.prod(weight.shape[1:])
+    return flops
 
 
 FLOPS: dict[Any, Callable[[Any, Any], int]] = {

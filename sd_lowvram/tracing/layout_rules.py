@@ -65,8 +65,6 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view:
     if result is metas[0]:
         return Recipe(None, None)
     results = (result,) if isinstance(result, Tensor) else result
-    if view and any(output.element_size() != metas[0].element_size() for output in results):
-        return None  # offsets are counted in other elements
     offsets = [int(output.storage_offset()) if view else None for output in results]
     layouts = (
         Made(output.shape, output.stride(), output.dtype, CPU, at) for output, at in zip(results, offsets, strict=True)

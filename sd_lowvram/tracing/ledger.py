@@ -270,14 +270,16 @@ class Ledger:
     def _record_again(self, allocations: Sequence[tuple[int, int]], numbers: dict[int, int]) -> None:
         for number, nbytes in allocations:
             if nbytes >= 0:
-                numbers[number] = self._new_number()
-                self.allocations.append((numbers[number], nbytes))
+                numbers[number] = new = self._new_number()
+                self.allocations.append((new, nbytes))
             elif number in numbers:
                 self._end(numbers[number])
 
     def _end(self, number: int) -> None:
         """Record the end of an allocation, and of its equals in passes of a loop that were not run."""
-        self.allocations += ((ended, -1) for ended in (number, *self._equals.pop(number, ())))
+        self.allocations.append((number, -1))
+        if number in self._equals:
+            self.allocations += ((ended, -1) for ended in self._equals.pop(number))
 
     def _now(self) -> tuple[int, int, int, int]:
         device, weights, host = self.live_now().values()

@@ -110,14 +110,11 @@ def recipe_for(result: Any, first: Any, *, view: bool) -> tuple[Made, ...] | Non
     tensors = (result,) if isinstance(result, Tensor) else result
     if not isinstance(tensors, (list, tuple)):
         return None
-    start = first.storage_offset() if view else 0
     layouts = []
     for tensor in tensors:
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return None
-        if view and tensor.element_size() != first.element_size():  # offsets are counted in other elements
-            return None
-        offset = int(tensor.storage_offset() - start)
+        offset = int(tensor.storage_offset() - (_start(first, tensor) if view else 0))
         if offset and not view:
             return None
         place = offset if view else None
@@ -149,12 +146,17 @@ def fake(layout: Made, mode: FakeTensorMode, first: Any) -> Tensor:
         return _view(layout, layout.offset, mode, first)
 
 
+def _start(first: Tensor, view: Tensor) -> int:
+    """Offset of ``first``, in elements of its ``view``."""
+    return int(first.storage_offset() * first.element_size() // view.element_size())
+
+
 def _view(layout: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
     storage = first.untyped_storage()
     size = storage.nbytes()
     with disable_fakes():
         meta = torch.empty(0, dtype=layout.dtype, device="meta")
-        meta.set_(storage, first.storage_offset() + offset, layout.shape, layout.stride)
+        meta.set_(storage, _start(first, meta) + offset, layout.shape, layout.stride)
         if storage.nbytes() != size:  # before torch 2.4 it ends where the view does
             resize_storage(storage, size)
     return fake_around(meta, mode, layout.device)

@@ -56,6 +56,8 @@ from .uncompiled import Uncompiled, prevent_compiling
 aten = torch.ops.aten
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 _DEVICE = torch.ops.prim.device.default
+_EXCHANGES = aten._has_compatible_shallow_copy_type.default
+"""Asked whenever a tensor gets the contents of another one, such as a weight those in the buffer."""
 _operators: dict[Any, Operator] = {}
 _recipes: dict[bool, dict[tuple[Any, ...] | None, Recipe]] = {True: {}, False: {}}
 _MOST_RECIPES = 100_000
@@ -315,13 +317,15 @@ class _Tracer(Uncompiled):
     supports_higher_order_operators = True  # read by torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator):  # flex attention: by the operators that it is made of
-            with self:
-                return operators_of(func)(*args, **(kwargs or {}))
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if func is _EXCHANGES and types == (FakeTensor,):
+            return decompose(func, *args)
         operator = _operators.get(func)
         if operator is None:
+            if isinstance(func, HigherOrderOperator):  # flex attention: by the operators that it is made of
+                with self:
+                    return operators_of(func)(*args, **(kwargs or {}))
             operator = _operators[func] = describe(func)
         kwargs = kwargs or {}
         by_others = _made_of_others(func, operator, types, args)
@@ -411,7 +415,8 @@ def _made_of_others(func: Any, operator: Operator, types: Any, args: tuple[Any, 
     """A function that does what an operator does by others; None for one that is followed as it is."""
     if operator.made_of is not None:
         return operator.made_of
-    wrapper = next((arg for arg in args if isinstance(arg, Tensor) and is_wrapper(arg)), None)
+    plain = types == (FakeTensor,)
+    wrapper = None if plain else next((arg for arg in args if isinstance(arg, Tensor) and is_wrapper(arg)), None)
     if wrapper is not None:  # its own code runs operators on its parts
         dispatch = type(wrapper).__torch_dispatch__
         return lambda *args, **kwargs: dispatch(func, types, args, kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +76,8 @@ _OPERATIONS = st.lists(
 )
 
 
-@given(_OPERATIONS)
-@settings(max_examples=200, deadline=None)
-def test_never_less_than_what_is_held_nor_more_than_what_is_taken_where_there_is_enough(
-    operations: list[tuple[int, int]],
-) -> None:
+def _allocated(operations: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], dict[int, int], int]:
+    """Allocations of sizes, each after the end of an earlier one; those that are left, and the most bytes alive."""
     allocations: list[tuple[int, int]] = []
     live: dict[int, int] = {}
     most = 0
@@ -89,6 +88,15 @@ def test_never_less_than_what_is_held_nor_more_than_what_is_taken_where_there_is
         allocations.append((number, size))
         live[number] = size
         most = max(most, sum(live.values()))
+    return allocations, live, most
+
+
+@given(_OPERATIONS)
+@settings(max_examples=200, deadline=None)
+def test_never_less_than_what_is_held_nor_more_than_what_is_taken_where_there_is_enough(
+    operations: list[tuple[int, int]],
+) -> None:
+    allocations, live, most = _allocated(operations)
     for allocator in (CachingAllocator(), ExpandableAllocator()):
         blocks: dict[int, Any] = {}
         for number, size in allocations:
@@ -105,6 +113,34 @@ def test_never_less_than_what_is_held_nor_more_than_what_is_taken_where_there_is
             allocator.free(block)
         allocator.release()
         assert allocator.reserved_bytes == allocator.allocated_bytes == 0
+
+
+@given(_OPERATIONS, st.integers(1, 60), st.sampled_from([CachingAllocator, ExpandableAllocator]))
+@settings(max_examples=100, deadline=None)
+def test_all_goes_alike_from_the_most_that_was_reserved_to_the_least_that_was_refused(
+    operations: list[tuple[int, int]], units: int, kind: type[CachingAllocator]
+) -> None:
+    course = reserved._Course(reserved._split(_allocated(operations)[0], MIB)[0])
+    one = kind(units * 4 * MIB)
+    fits = course.fits(one)
+    beyond = int(min(one.refused_bytes, one.peak_bytes + 200 * MIB))
+    for card in range(one.peak_bytes, beyond, 2 * MIB):
+        other = kind(card)
+        assert (course.fits(other), other.peak_bytes, other.state()) == (fits, one.peak_bytes, one.state())
+
+
+@given(_OPERATIONS)
+@settings(max_examples=100, deadline=None)
+def test_orders_make_the_same_between_ends(operations: list[tuple[int, int]]) -> None:
+    def made_and_ended(order: array[int]) -> list[list[int]]:
+        sizes = [step if step >= 0 else -order[place + step] for place, step in enumerate(order)]
+        return [sorted(run) for _, run in itertools.groupby(sizes, key=lambda size: size < 0)]
+
+    steps = reserved._split(_allocated(operations)[0], -1)[0]
+    orders = list(reserved._orders(steps))
+    assert len(orders) == 4 and orders[0] == steps
+    for order in orders:
+        assert made_and_ended(order) == made_and_ended(steps)
 
 
 @given(

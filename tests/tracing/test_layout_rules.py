@@ -182,11 +182,13 @@ def test_fakes_of_another_device_stay_there() -> None:
 
 def test_a_view_of_another_type_begins_where_it_should() -> None:
     given = torch.zeros(16, dtype=torch.float32)
+    places = [8, 4, 8]  # a recipe is made at the first, and used at the others
     with torch.inference_mode():
-        told = trace(lambda x: x[8:].view(torch.int16), given).output
-        assert (
-            (told.storage_offset(), told.shape) == (16, (16,)) == (given[8:].view(torch.int16).storage_offset(), (16,))
-        )
+        for dtype in (torch.int16, torch.complex64):
+            views = [given[place : place + 4].view(dtype) for place in places]
+            told = trace(lambda x, dtype=dtype: [x[place : place + 4].view(dtype) for place in places], given).output
+            for fake, view in zip(told, views, strict=True):
+                assert (fake.storage_offset(), fake.shape) == (view.storage_offset(), view.shape)
 
 
 def test_the_fake_mode_is_not_asked_of_what_rules_tell(monkeypatch) -> None:
