@@ -59,9 +59,8 @@ class Pace:
     Attributes:
         launches: factor for the launch of an operator, on named GPUs.
         arithmetic: factor for operations in 16 bits, on named GPUs.
-        layer: host time of a call of a layer whose weights are fetched, in launches; None: that of our streaming.
+        layer: host time of a call of a layer whose weights are moved, in launches; None: that of our engine.
         overlaps: True if weights are copied while the GPU computes.
-        lends: True if a model that moves as a whole is lent to its layers one by one, as by our engine.
         fitted: True if a published or measured time of the program itself was used to fit the figures.
         first_seconds: by which its first picture took longer in published runs on an RTX 2070; None: not published.
     """
@@ -70,7 +69,6 @@ class Pace:
     arithmetic: float = 1.0
     layer: float | None = None
     overlaps: bool = True
-    lends: bool = True
     fitted: bool = False
     first_seconds: float | None = None
 
@@ -99,7 +97,7 @@ class Policy:
     pace: Pace = OURS
 
 
-FORKS = Pace(launches=3.4, arithmetic=1.4965, lends=False)
+FORKS = Pace(launches=3.4, arithmetic=1.4965, layer=0.0)
 FITTED = dataclasses.replace(FORKS, fitted=True)
 """Slowdown of CompVis' program and its forks, fitted, with the CPU that decodes, to the published times of 39 square
 pictures on an RTX 2070, by three of the forks. They run under autocast, whose casts are not in our traces, with torch
@@ -158,7 +156,7 @@ POLICIES: dict[str, Policy] = {
         "plans count our offload=component in its place",
         _DIFFUSERS | {"offload": "component"},
         own=True,
-        pace=Pace(lends=False),
+        pace=Pace(layer=0.0),
     ),
     "diffusers-sequential": Policy(
         "diffusers' enable_sequential_cpu_offload(), by its own call",

@@ -399,21 +399,21 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     for model, side in dict.fromkeys((row["model"], row["side"]) for row in part["rows"]):
         rows = [row for row in part["rows"] if (row["model"], row["side"]) == (model, side)]
         yield ""
+        resident = next((row.get("step_seconds") for row in rows if row["way"] == "resident"), None)
+        simulated = _by_share(rows, "simulated")
+        cells = [_cells(row, resident, simulated) for row in rows if row["way"] != "simulated"]
+        heads, cells = _filled_columns(_HEADS, cells)
         yield f"{model} at {side}x{side} with guidance, the UNet alone; medians of {_STEPS} steps. *Host*: until the"
         yield "call of the UNet returned, Python's and torch's work and what they waited for; *device*: between the"
         yield "events around that call, gaps included: where both are as long, the device waited for the host."
-        yield "Predicted device times are without gaps."
-        yield "*Allocated*: the most, in MiB. *Predicted*: by the plan with these settings. *Simulated*: from measured"
-        yield "block times and copy rate. *Bits*: of the latents, compared with those of all weights on the device."
+        yield "*Allocated*: the most, in MiB."
+        yield from (sentence for head, sentence in _OF_COLUMNS.items() if head in heads)
         if _by_share(rows, LIMITED):
             yield "*Limited*: the same settings, and torch's allocator is limited to a budget that just holds them."
         if _by_share(rows, RECORDED):
             yield "*Recorded*: the same settings, and steps are recorded as CUDA graphs, their copies too."
         yield ""
-        resident = next((row.get("step_seconds") for row in rows if row["way"] == "resident"), None)
-        simulated = _by_share(rows, "simulated")
-        cells = [_cells(row, resident, simulated) for row in rows if row["way"] != "simulated"]
-        yield from table(*_filled_columns(_HEADS, cells))
+        yield from table(heads, cells)
         for row in rows:
             if row["way"] == "simulated" and "error" in row:
                 yield ""
@@ -430,11 +430,19 @@ _HEADS = (
 )  # fmt: skip
 
 
+_OF_COLUMNS = {
+    "predicted ms": "*Predicted*: by the plan with these settings; of the device without gaps.",
+    "simulated ms": "*Simulated*: from measured block times and copy rate.",
+    "same bits": "*Bits*: of the latents, compared with those of all weights on the device.",
+}
+"""Sentences on columns that a table may lack."""
+
+
 def _filled_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
     """The columns of a table in which a row has a figure."""
     filled = [any(row[number] for row in rows) for number in range(len(heads))]
-    kept, *cells = ([*itertools.compress(row, filled)] for row in (heads, *rows))
-    return kept, cells
+    shown, *cells = ([*itertools.compress(row, filled)] for row in (heads, *rows))
+    return shown, cells
 
 
 def _cells(row: dict[str, Any], resident: float | None, simulated: dict[int, float]) -> list[str]:

@@ -24,7 +24,7 @@ from ..compat.private import TorchDispatchMode, free_matrix_workspaces, take_mat
 from ..weights import draw_weights
 from .info import context_memory
 from .overhead import Overhead
-from .performance import AMPERE, FETCH_ON_CPU, LAYER_ON_CPU, THIS, Rates
+from .performance import AMPERE, THIS, Rates
 
 _ROUNDS, _QUEUED = 3, 8
 _DISTURBED = 0.15
@@ -84,8 +84,6 @@ def calibrate(device: torch.device) -> Rates:
             reordering=reordering,
             bf16=device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE,
             group_seconds=0.0 if on_cpu else _group_seconds(device, bandwidth),
-            layer_launches=LAYER_ON_CPU if on_cpu else Rates.layer_launches,
-            fetch_launches=FETCH_ON_CPU if on_cpu else Rates.fetch_launches,
         )
     return dataclasses.replace(rates, source=_source(shared()), loading_seconds=sum(loading) if is_first else 0.0)
 

@@ -121,17 +121,16 @@ class Rates:
         Args:
             launched: launches of the program; None: one for each operator.
         """
-        host, device = self.clocks(cost, element_size, launched)
-        return self.combine(device, host)
+        return self.combine(*self.clocks(cost, element_size, launched))
 
     def clocks(self, cost: Run, element_size: int, launched: float | None = None) -> tuple[float, float]:
-        """Return the seconds in which the program launches one run of a stage, and those in which the device works.
+        """Return the seconds of the device in one run of a stage, and those of the program, which launches operators.
 
         Args:
             launched: as for :meth:`seconds`.
         """
         working = sum(self._working(part, element_size) for part in cost.spans or (cost,)) + self._copying(cost)
-        return (cost.operators if launched is None else launched) * self.launch_seconds, working
+        return working, (cost.operators if launched is None else launched) * self.launch_seconds
 
     def shares(self, parts: Sequence[Work], element_size: int, launched: Sequence[float] | None = None) -> list[float]:
         """Time of each part of a run; together they take what the whole takes.
@@ -187,8 +186,8 @@ _H100_GROUP = (1.02e-3 - 128 * MIB / 2728e9) / 2**20
 """Seconds an element of a group: torch's GroupNorm of 128 channels, 512x512, 32 groups in fp16 took 1.02 ms there."""
 LAYER_ON_CPU, FETCH_ON_CPU = 0.44, 1.0
 """``layer_launches`` and ``fetch_launches`` of a CPU: of a narrow UNet. The defaults are fitted to four streamed steps
-of SD1.5 on an H100, one to the other as in ``benchmarks/host_time.md``, where a step without fetches was run too. The
-default of ``replay_launches`` is fitted to 6.2 ms of a step at 512x512 there."""
+of SD1.5 on an H100, with the ratio of both from a simulated GPU (``benchmarks/host_time.md``), where a step without
+fetches was run too. The default of ``replay_launches`` is fitted to 6.2 ms of a step at 512x512 there."""
 
 _H100_STRIP = 0.74
 """Launches of an operator in strips, between those of two decodes: SDXL's at 1024x1024 in fp16 (23,655 operators in 826

@@ -15,7 +15,7 @@ from ..cache import cache_folder, recall, remember
 from .calibration import calibrate, measured_overhead
 from .info import context_memory
 from .overhead import Overhead
-from .performance import Rates
+from .performance import FETCH_ON_CPU, LAYER_ON_CPU, Rates
 
 _Kind = TypeVar("_Kind", Rates, Overhead)
 
@@ -30,10 +30,14 @@ def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
     if rates is None:
         rates = calibrate(device)
         remember(where, rates)
-    hosts = stored_measurement("host", device) or {}
-    if "fetch_launches" not in hosts:  # an earlier version measured layers and fetches as one
-        return rates
-    return dataclasses.replace(rates, **{name: hosts[name] for name in HOST_TIME if isinstance(hosts.get(name), float)})
+    hosts = {name: getattr(Rates, name) for name in HOST_TIME}
+    if device.type == "cpu":
+        hosts |= {"layer_launches": LAYER_ON_CPU, "fetch_launches": FETCH_ON_CPU}
+    stored = stored_measurement("host", device) or {}
+    measured = {name: stored[name] for name in HOST_TIME if isinstance(stored.get(name), float)}
+    if "fetch_launches" not in measured:  # an earlier version measured layers and fetches as one
+        measured.pop("layer_launches", None)
+    return dataclasses.replace(rates, **hosts | measured)
 
 
 HOST_TIME = ("layer_launches", "fetch_launches", "strip_launches", "replay_launches")

@@ -58,7 +58,8 @@ class CachingAllocator:
         reserved_bytes: bytes of all segments or mapped pages; ``peak_bytes`` is the most of them.
         allocated_bytes: bytes of all blocks in use, rounded as torch rounds them; ``allocated_peak`` is the most of
             them.
-        refused_bytes: the least that would have been reserved, had the GPU not had too little left for it.
+        refused_bytes: the fewest bytes that a refused segment would have raised ``reserved_bytes`` to; infinite if none
+            was refused.
     """
 
     def __init__(self, card_bytes: float = float("inf"), max_split_bytes: float = float("inf")) -> None:

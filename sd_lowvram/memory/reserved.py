@@ -405,7 +405,7 @@ def _loops(steps: array[int]) -> list[tuple[int, int, int]]:
 
 
 _HALVES = (1, 2, 4, 8)
-"""Halves of groups of 2, 4, 8 and 16 steps, the last of which are compared to find how long a pass is."""
+"""Groups of 16 steps are compared to find how long a pass is; each is hashed from two halves, these from theirs."""
 
 _LENGTHS = 16
 """Lengths of passes that are tried, those first at which most groups occur again."""

@@ -37,7 +37,7 @@ def request_by(name: str | None, anatomy: Anatomy, *, gpu: str | None = None, **
     if gpu is None:
         return request_for(anatomy, **options)
     rates = profile(gpu)
-    if pace.layer is not None or pace.launches != OURS.launches:
+    if pace != dataclasses.replace(OURS, layer=0.0) and pace != OURS:
         rates = dataclasses.replace(
             rates,
             launch_seconds=pace.launches * rates.launch_seconds,
@@ -52,7 +52,7 @@ def request_by(name: str | None, anatomy: Anatomy, *, gpu: str | None = None, **
 
 def _source(name: str | None, pace: Pace) -> str:
     """The origin of a program's pace, for people."""
-    if pace.layer is not None:
+    if pace.layer:
         return f"of {name} each layer takes {pace.layer:g} launches, by a step of SD1.5 that was measured on an H100"
     longer = f"launches {pace.launches:g} and operations {pace.arithmetic:.2g} times as long"
     fitted = "fitted too" if pace.fitted else "fitted to three forks; no time of this program was used"

@@ -365,10 +365,8 @@ class Pricing:
 
     def _counts(self, settings: Settings, case: Case, placed: Placed, held: HostResidentWeights) -> Counts:
         """Counts of all calls of a stage, and of copying weights between calls."""
-        stage, pace = case.stage, self.request.pace
+        stage = case.stage
         recorded = self._is_recorded(case.acts, stage)
-        moves = Act.MOVES_MODELS in case.acts and pace.lends and not recorded
-        lends = (moves or Act.STREAMS_WEIGHTS in case.acts) and not self.anatomy.moved
         counts = Counts(
             calls=self._times(stage),
             call=self._memoised(
@@ -378,7 +376,7 @@ class Pricing:
                 self._acting(stage, settings),
                 lambda: clocks(self._work(settings, case), self.request.rates),
             ),
-            layers=self._layers(case.component) if lends else 0,
+            layers=0 if self.anatomy.moved else self._lent_layers(case),
             step=placed.step,
             recorded_operators=case.figures.operators if recorded else 0,
             compiling_seconds=self._compile_gain(stage, settings)[1],
@@ -401,10 +399,15 @@ class Pricing:
             times_brought=counts.calls if placed.each_call else 1,
         )
 
-    def _layers(self, component: str) -> int:
-        """Number of layers with weights of a component."""
-        model = self.anatomy.components[component]
-        return self._memoised("layers", component, "", None, lambda: len(layers_with_weights(model)))
+    def _lent_layers(self, case: Case) -> int:
+        """Calls of layers in a step that count, as :class:`~.stage_seconds.Counts` has them."""
+        if not case.acts & {Act.MOVES_MODELS, Act.STREAMS_WEIGHTS} or not (
+            case.stage.repeats or self.request.pace.layer
+        ):
+            return 0
+        model = self.anatomy.components[case.component]
+        layers = self._memoised("layers", case.component, "", None, lambda: layers_with_weights(model))
+        return sum(span.path in layers for span in case.figures.spans) if case.stage.repeats else len(layers)
 
     def _work(self, settings: Settings, case: Case) -> Work:
         """One call of a stage with all weights on the device."""

@@ -49,9 +49,10 @@ def host_time(rates: Rates, device: torch.device) -> dict[str, float]:
         with attached(unet, _STREAMED, device=device):
             streamed = max(whole, fastest_seconds(call, device))
         layout = lay_down(layers_of({"unet": unet}), policy_of(_STREAMED, denoises=True), {})
+        copied = sum(layout.blocks[number].bytes for number in layout.streamed) if device.type == "cpu" else 0
         seconds = {
             "layer_launches": (whole - plain) / len(layers_with_weights(unet)),
-            "fetch_launches": (streamed - whole) / len(layout.streamed),
+            "fetch_launches": max(0.0, streamed - whole - copied / rates.copy_bandwidth) / len(layout.streamed),
         }
         if device.type == "cuda":
             seconds["strip_launches"] = _strip_seconds(device)

@@ -57,9 +57,10 @@ class StagePlan:
             is useful.
         locked_bytes: the page-locked part of ``host_bytes``.
         unlocked_bytes: weights that are not page-locked, in memory or in the file, and are read when they are copied.
-        host_seconds: seconds in which the program launches operators, layers and fetches of the stage. ``seconds`` is
-            about the longer of both clocks.
-        device_seconds: seconds in which a GPU executes them, or copies weights if that takes longer.
+        host_seconds: seconds in which the program launches operators, layers and fetches in the calls of the stage. On
+            a GPU the calls take at least the longer of this and ``device_seconds``, on a CPU both together.
+        device_seconds: seconds in which the device computes in these calls, or copies weights in them if that is
+            longer. Both are 0 if the stage runs on the processor next to a GPU.
         slowdown: time of a step with its weights streamed, relative to all weights on the device.
         disk_bytes: weights that are read from disk in every step, because they are in no memory.
         name: "text", "control", "denoise", "decode" or "encode".

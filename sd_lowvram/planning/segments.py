@@ -17,7 +17,7 @@ from .request import Request
 
 
 class Segments:
-    """Bytes of segments that lie next to the activations of a stage, for one request; 0 on a CPU."""
+    """Bytes of segments that lie next to the activations of a stage, for one request."""
 
     def __init__(self, anatomy: Anatomy, request: Request) -> None:
         """

@@ -12,6 +12,7 @@ from ..devices.performance import THIS, Rates
 from ..devices.this_machine import rates_of
 from ..policies import Pace
 from ..streaming.simulator import CopyQueue
+from ..streaming.timing import offload_launches
 from ..tracing.tracer import Figures
 from .stage_costs import Step
 
@@ -45,7 +46,8 @@ class Counts:
     Attributes:
         calls: of the stage.
         call: clocks of its :class:`Work`.
-        layers: layers whose weights are lent in a call by our engine, or fetched by another program, one at a time.
+        layers: calls of layers in a step, whose weights our engine lends; in a stage that runs once, layers that
+            another program fetches.
         step: a call with streamed weights; None: no weights are fetched during a call.
         copies: the cost of copies before a call; None: weights stay where they are.
         brought_bytes, read_bytes, disk_bytes: weights that are copied before a call, the part of them that is read, and
@@ -95,7 +97,7 @@ def clocks(work: Work, rates: Rates) -> Clocks:
     figures, size = work.figures, work.element_bytes
     replayed = work.replayed_modules > 0
     launched = figures.operators * (rates.strip_launches if work.in_strips else 1.0)
-    host, device = rates.clocks(figures, size, rates.replay_launches * work.replayed_modules if replayed else launched)
+    device, host = rates.clocks(figures, size, rates.replay_launches * work.replayed_modules if replayed else launched)
     share = 1.0
     if work.skipped and figures.spans:
         spans = list(zip(figures.spans, rates.shares(figures.spans, size), strict=True))
@@ -117,9 +119,9 @@ class StageSeconds:
     """Time of all calls of a stage.
 
     Attributes:
-        seconds: of the stage.
-        host: seconds in which the program launches its operators, layers and fetches.
-        device: seconds in which the device computes, or copies weights if that is longer.
+        seconds: of the stage, with all that comes before its calls.
+        host: seconds in which the program launches operators, layers and fetches in its calls.
+        device: seconds in which the device computes in its calls, or copies weights in them if that is longer.
         slowdown: time of a call relative to one with all weights on the device.
     """
 
@@ -138,7 +140,7 @@ def stage_seconds(counts: Counts, rates: Rates, pace: Pace) -> StageSeconds:
         pace: of the program that runs it.
     """
     call, step, copies = counts.call, counts.step, counts.copies
-    layer = rates.layer_launches if pace.layer is None else pace.layer
+    layer, fetch = offload_launches(rates, pace.layer)
     lent = dataclasses.replace(call, host=call.host + counts.layers * layer * rates.launch_seconds)
     each, host, device, slowdown = lent.seconds(rates), lent.host * call.share, call.device * call.share, 1.0
     copied = copies.seconds(counts.brought_bytes, counts.read_bytes, counts.disk_bytes) if copies else 0.0
@@ -147,14 +149,13 @@ def stage_seconds(counts: Counts, rates: Rates, pace: Pace) -> StageSeconds:
         copied += step.first_wait - copies.seconds(counts.brought_bytes)
         (fetched,) = copies.fetch_seconds([step.streamed_bytes])
         device = max(call.device, fetched) if copies.overlap else call.device + fetched
-        host = lent.host + step.fetches * (rates.fetch_launches if pace.layer is None else 0.0) * rates.launch_seconds
+        host = lent.host + step.fetches * fetch * rates.launch_seconds
         each, plain = max(step.seconds, host), call.seconds(rates)
         slowdown = each / plain if plain else 1.0
-    copied *= counts.times_brought
     prepared = counts.compiling_seconds + 2 * counts.recorded_operators * rates.launch_seconds
     return StageSeconds(
-        seconds=counts.calls * each + copied + prepared,
-        host=counts.calls * host + prepared,
-        device=counts.calls * device + copied,
+        seconds=counts.calls * each + counts.times_brought * copied + prepared,
+        host=counts.calls * host,
+        device=counts.calls * device,
         slowdown=slowdown,
     )

@@ -94,13 +94,23 @@ def timing_of(
         layer: host time of a call of a layer with weights, its fetch included, in operators; None: that of our engine.
     """
     layers = layers_with_weights(model)
-    called, fetched = (rates.layer_launches, rates.fetch_launches) if layer is None else (layer, 0.0)
+    called, fetched = offload_launches(rates, layer)
     launched = [span.operators + (called if span.path in layers else 0.0) for span in spans]
     *seconds, fetch = rates.shares([*spans, ModuleSpan("")], size, [*launched, fetched])
     return StepTiming(
         tuple((f"{component}.{span.path}", taken) for span, taken in zip(spans, seconds, strict=True)),
         replace(copies, host_seconds=fetch),
     )
+
+
+def offload_launches(rates: Rates, layer: float | None) -> tuple[float, float]:
+    """Host time of a call of a layer whose weights are lent, and of a fetch, in launches.
+
+    Args:
+        rates: rates of the device.
+        layer: of a call with its fetch, by another program; None: our engine runs.
+    """
+    return (rates.layer_launches, rates.fetch_launches) if layer is None else (layer, 0.0)
 
 
 def layers_with_weights(model: nn.Module) -> set[str]:

@@ -267,5 +267,4 @@ def test_the_host_time_of_layers_strips_and_replays_is_measured(gpu: Any, monkey
     replays = gpu.card.replays
     measured = host_time(profile("rtx2070"), GPU)
     assert gpu.card.replays > replays and measured.keys() == {*HOST_TIME}
-    assert min(measured["layer_launches"], measured["fetch_launches"]) >= 0
-    assert min(measured["strip_launches"], measured["replay_launches"]) > 0
+    assert min(measured["fetch_launches"], measured["strip_launches"], measured["replay_launches"]) > 0

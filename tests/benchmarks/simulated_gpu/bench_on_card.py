@@ -37,7 +37,7 @@ _TIMES = {
     "addresses ms", "modules ms", "free step ms", "predicted host ms", "predicted device ms",
 }  # fmt: skip
 _OF_TIMES = (
-    "*Addresses*", "*Bits*: of", "*Error*", "*Host*", "*Predicted*: by", "*Plan*", "*Simulated*", "Predicted device",
+    "*Addresses*", "*Bits*: of", "*Error*", "*Host*", "*Predicted*: by", "*Plan*", "*Simulated*",
     "Sizes may", "Not simulated",
 )  # fmt: skip
 
