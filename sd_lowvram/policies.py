@@ -122,7 +122,7 @@ POLICIES: dict[str, Policy] = {
         "parts, one picture decoded at a time",
         f"parts of attention are bounded at {_ONE_HEAD_MIB} MiB, one head at 512x512, where the fork takes one head at "
         "any size; guidance goes in turn inside each block, and weights come ahead of their turn. Published times are "
-        "1.4 to 2.4 times as long",
+        "1.7 to 2.5 times as long",
         _TURBO | _HALVES,
         pace=dataclasses.replace(FORKS, first_seconds=6.73),
     ),
