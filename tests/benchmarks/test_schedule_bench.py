@@ -23,7 +23,7 @@ def tables():
 
 @pytest.mark.parametrize(
     ("side", "most"),
-    [(512, {50: 1.24, 25: 1.60, 10: 1.82}), (1024, {50: 1.001, 25: 1.02, 10: 1.06})],
+    [(512, {50: 1.32, 25: 1.70, 10: 1.92}), (1024, {50: 1.001, 25: 1.02, 10: 1.06})],
 )
 def test_a_step_of_sd15_with_a_part_of_its_weights_on_the_device(tables, side, most):
     rows = [row for row in tables["sd15", side] if row.device == RTX2070]

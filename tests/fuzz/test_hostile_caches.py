@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from sd_lowvram import Settings, attached, cache
 from sd_lowvram.commands import plan_cache
 from sd_lowvram.devices import this_machine
-from sd_lowvram.devices.performance import PROFILES
+from sd_lowvram.devices.performance import FETCH_ON_CPU, LAYER_ON_CPU, PROFILES
 from sd_lowvram.hooks.replay.kept_traces import stored_trace
 
 CPU = torch.device("cpu")
-RATES = dataclasses.replace(PROFILES["t4"], name="this")
+RATES = dataclasses.replace(PROFILES["t4"], name="this", layer_launches=LAYER_ON_CPU, fetch_launches=FETCH_ON_CPU)
 ANSWER = {
     "fits": True,
     "request": {"vram": 1 << 30, "ram": 4 << 30},
