@@ -97,6 +97,9 @@ class Policy:
     pace: Pace = OURS
 
 
+WHOLE = Pace(layer=0.0)
+"""A program of today that moves whole models."""
+
 FORKS = Pace(launches=3.4, arithmetic=1.4965, layer=0.0)
 FITTED = dataclasses.replace(FORKS, fitted=True)
 """Slowdown of CompVis' program and its forks, fitted, with the CPU that decodes, to the published times of 39 square
@@ -156,7 +159,7 @@ POLICIES: dict[str, Policy] = {
         "plans count our offload=component in its place",
         _DIFFUSERS | {"offload": "component"},
         own=True,
-        pace=Pace(layer=0.0),
+        pace=WHOLE,
     ),
     "diffusers-sequential": Policy(
         "diffusers' enable_sequential_cpu_offload(), by its own call",

@@ -184,7 +184,7 @@ SD1.5 at 512x512, 28.6 ms, and of FLUX.1-dev at 1024x1024, 180 to 188 ms, with a
 
 _H100_GROUP = (1.02e-3 - 128 * MIB / 2728e9) / 2**20
 """Seconds an element of a group: torch's GroupNorm of 128 channels, 512x512, 32 groups in fp16 took 1.02 ms there."""
-LAYER_ON_CPU, FETCH_ON_CPU = 0.44, 1.0
+LAYER_ON_CPU, FETCH_ON_CPU = 0.44, 0.5
 """``layer_launches`` and ``fetch_launches`` of a CPU: of a narrow UNet. The defaults are fitted to four streamed steps
 of SD1.5 on an H100, with the ratio of both from a simulated GPU (``benchmarks/host_time.md``), where a step without
 fetches was run too. The default of ``replay_launches`` is fitted to 6.2 ms of a step at 512x512 there."""

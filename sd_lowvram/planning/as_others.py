@@ -10,7 +10,7 @@ import torch
 
 from ..devices.performance import profile
 from ..models.anatomy import Anatomy
-from ..policies import OURS, Pace, policy
+from ..policies import OURS, WHOLE, Pace, policy
 from ..session import attach
 from ..settings import Settings
 from .plan import Plan
@@ -37,7 +37,7 @@ def request_by(name: str | None, anatomy: Anatomy, *, gpu: str | None = None, **
     if gpu is None:
         return request_for(anatomy, **options)
     rates = profile(gpu)
-    if pace != dataclasses.replace(OURS, layer=0.0) and pace != OURS:
+    if pace not in (OURS, WHOLE):
         rates = dataclasses.replace(
             rates,
             launch_seconds=pace.launches * rates.launch_seconds,
