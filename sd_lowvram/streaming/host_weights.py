@@ -530,7 +530,8 @@ _Place = tuple[object, ...]
 
 def _place(tensor: Tensor) -> _Place:
     """A key that is equal for tensors with the same memory, shape and strides: tied weights."""
-    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    data = tensor.data  # of one moment: another thread may lend it meanwhile
+    return storage_key(data), data.storage_offset(), data.shape, data.stride(), data.dtype
 
 
 def _sort_dims(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
